@@ -39,9 +39,9 @@ class HostError(PulseError):
 
 
 class AttachError(PulseError):
-    """A process or library cannot be probed."""
+    """A process or library cannot be probed: there is nothing to observe in it."""
 
-    exit_status = HOST
+    exit_status = NO_DATA
 
 
 class DataError(PulseError):

@@ -155,9 +155,7 @@ COVERAGE = pl.Schema(
         "lost": U64,
     }
 )
-EVENTS = pl.Schema(
-    {"node": STR, "nic": STR, "port": U8, "qpn": U32, "t_ns": I64, "kind": STR, "value": U64}
-)
+EVENTS = pl.Schema({"node": STR, "nic": STR, "port": U8, "qpn": U32, "t_ns": I64, "kind": STR, "value": U64})
 PORT_COUNTERS = pl.Schema(
     {
         "node": STR,

@@ -1,0 +1,155 @@
+"""The command line: arguments in, exit status out. The work is done in the modules it calls."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from pulse_bpf import __version__
+from pulse_bpf.errors import ANOMALY, HOST, OK, PulseError, UsageError
+
+_EXAMPLES = """examples:
+  pulse check                              can this host record?
+  sudo pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
+  sudo pulse record -p 4711 -o rec         one process, until Ctrl-C
+  pulse analyze rec                        who is at fault, and why
+"""
+
+_notices = Console(stderr=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one verb and returns its exit status; a PulseError becomes one line on stderr."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.func(arguments))
+    except PulseError as error:
+        if arguments.debug:
+            raise
+        _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return error.exit_status
+    except BrokenPipeError:
+        return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pulse",
+        description="Finds the machine, part or network that makes a running training job slow.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"pulse {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    verbs = parser.add_subparsers(metavar="VERB", required=True)
+
+    check = verbs.add_parser("check", help="can this host record, and if not what to do")
+    check.add_argument("--json", action="store_true", help="for scripts and bug reports")
+    check.set_defaults(func=_check)
+
+    record = verbs.add_parser("record", help="record running processes and their queue pairs")
+    target = record.add_mutually_exclusive_group(required=True)
+    target.add_argument("-p", "--pid", type=int, action="append", help="a process to record (repeatable)")
+    target.add_argument("--all", action="store_true", help="every process that maps an NCCL")
+    target.add_argument("--hosts", type=Path, metavar="FILE", help="several lab hosts on this kernel (JSON)")
+    record.add_argument("-d", "--seconds", type=_positive, help="how long (default: until Ctrl-C)")
+    record.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory")
+    record.add_argument("--bin-us", type=int, default=1000, help="width of a traffic bin (default: 1000)")
+    record.add_argument(
+        "--tap",
+        action="append",
+        default=[],
+        metavar="NIC=NETDEV[:switch]",
+        help="where the packets of an RDMA device are seen; ':switch' for the far end of its cable",
+    )
+    record.set_defaults(func=_record)
+
+    analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
+    analyze.add_argument("recordings", type=Path, nargs="+", metavar="DIR", help="recordings, read as one")
+    analyze.add_argument("--json", action="store_true", help="the findings as JSON")
+    analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
+    analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
+    analyze.set_defaults(func=_analyze)
+
+    from pulse_bpf.lab.cli import add_commands
+
+    add_commands(verbs)
+    return parser
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from pulse_bpf.check import check_host
+
+    checks = check_host()
+    if arguments.json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        table = Table(box=None, pad_edge=False)
+        for column in ("check", "", "found", "what to do"):
+            table.add_column(column)
+        styles = {"ok": "green", "warn": "yellow", "fail": "red"}
+        for check in checks:
+            table.add_row(check.name, f"[{styles[check.state]}]{check.state}", check.found, check.advice)
+        Console().print(table)
+    return HOST if any(check.state == "fail" for check in checks) else OK
+
+
+def _record(arguments: argparse.Namespace) -> int:
+    from pulse_bpf.hosts import read_hosts, this_host
+
+    if not 10 <= arguments.bin_us <= 10_000:
+        raise UsageError("--bin-us must be from 10 to 10000")
+    if arguments.hosts:
+        hosts = read_hosts(arguments.hosts)
+    else:
+        hosts = [this_host(_pids(arguments), arguments.tap)]
+
+    from pulse_bpf.session import record
+
+    outcome = record(hosts, arguments.seconds, arguments.output, arguments.bin_us * 1000, _notices)
+    for warning in outcome.warnings:
+        _notices.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    _notices.print(
+        f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
+        f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return outcome.exit_status
+
+
+def _pids(arguments: argparse.Namespace) -> tuple[int, ...]:
+    if not arguments.all:
+        for pid in arguments.pid:
+            if not Path(f"/proc/{pid}").exists():
+                raise UsageError(f"there is no process {pid}", "", "See which run NCCL with: pulse check")
+        return tuple(arguments.pid)
+    from pulse_bpf.targets import find_nccl_processes
+
+    pids = tuple(find_nccl_processes())
+    if not pids:
+        raise UsageError("no process on this host maps an NCCL", "", "Start the job first")
+    return pids
+
+
+def _analyze(arguments: argparse.Namespace) -> int:
+    from pulse_bpf import analysis
+    from pulse_bpf.analysis.text import render
+
+    findings = analysis.analyze(arguments.recordings)
+    if arguments.operators:
+        analysis.operators(arguments.recordings).write_parquet(arguments.operators)
+    print(findings.to_json() if arguments.json else render(findings))
+    return ANOMALY if arguments.exit_code and findings.verdict == "anomaly" else OK

@@ -1,0 +1,44 @@
+"""Giving up, after everything is open, the privileges that recording no longer needs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+# capability.h: what is still needed while recording: writing into a directory of any owner, taking the tc filters
+# off again, reading BPF maps.
+_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_BPF = 1, 12, 39
+KEPT = (_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_BPF)
+
+_LINUX_CAPABILITY_VERSION_3 = 0x20080522
+
+
+class _Header(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _Data(ctypes.Structure):
+    _fields_ = (
+        ("effective", ctypes.c_uint32),
+        ("permitted", ctypes.c_uint32),
+        ("inheritable", ctypes.c_uint32),
+    )
+
+
+def drop() -> None:
+    """Keeps of this thread's capabilities only KEPT, for good; what is open stays open.
+
+    Source: capset(2), version 3. OSError when the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    header = _Header(_LINUX_CAPABILITY_VERSION_3, 0)
+    data = (_Data * 2)()
+    if libc.capget(ctypes.byref(header), data):
+        raise OSError(ctypes.get_errno(), "capget")
+    for word in range(2):
+        kept = sum(1 << (capability - 32 * word) for capability in KEPT if capability // 32 == word)
+        data[word].permitted &= kept
+        data[word].effective = data[word].permitted
+        data[word].inheritable = 0
+    if libc.capset(ctypes.byref(header), data):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,239 @@
+"""One recording: attach to running processes, drain what they and their queue pairs do, store it, let go."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+
+import polars as pl
+from rich.console import Console
+
+from pulse_bpf import clock, privileges
+from pulse_bpf.attach import ProbeSet, Program
+from pulse_bpf.errors import OK, PARTIAL, AttachError, HostError, PulseError
+from pulse_bpf.hosts import Device, Host
+from pulse_bpf.nic import Tables, Tap
+from pulse_bpf.nic.identity import read_nics
+from pulse_bpf.nic.nldev import Nldev
+from pulse_bpf.nic.packets import PacketReader
+from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.probes import BPF_DIRECTORY
+from pulse_bpf.schema import COVERAGE, NICS, NODES
+from pulse_bpf.store import RecordingWriter
+
+POLL_S = 0.1
+ROTATE_S = 1.0
+
+
+@dataclass
+class Outcome:
+    """What came of a recording, for the summary and the exit status."""
+
+    seconds: float = 0.0
+    rows: dict[str, int] = field(default_factory=dict)
+    lost: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def exit_status(self) -> int:
+        return PARTIAL if self.warnings else OK
+
+
+def record(
+    hosts: Sequence[Host], seconds: float | None, output: Path, bin_ns: int, console: Console
+) -> Outcome:
+    """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process.
+
+    The processes are only read from, and everything attached is detached before this returns or raises.
+    HostError, AttachError and UsageError when nothing can be recorded; what fails for a part is a warning.
+    """
+    writer = RecordingWriter(output)
+    with _stop_on_signals() as stop, ExitStack() as cleanup:
+        recording = Recording(hosts, bin_ns, writer, cleanup)
+        privileges.drop()
+        recording.run(seconds, stop, console)
+        return recording.outcome
+
+
+class Recording:
+    """The parts of a running recording; `cleanup` takes every one of them off again."""
+
+    def __init__(
+        self, hosts: Sequence[Host], bin_ns: int, writer: RecordingWriter, cleanup: ExitStack
+    ) -> None:
+        self.outcome = Outcome()
+        self._writer = writer
+        self._nodes = [host.node for host in hosts]
+        self._started_ns = time.time_ns()
+        # One offset for the whole recording keeps every bin on one phase; `clocks` lets a reader redo it.
+        offset_ns = clock.anchor().offset_ns
+        self._probes = ProbeSet({pid: host.node for host in hosts for pid in host.pids}, offset_ns)
+        cleanup.callback(self._probes.close)
+        self._pids = self._attach(hosts)
+        self._nics, taps = self._find_nics(hosts)
+        self._qps = QpTable(self._nics)
+        self._rdma = self._open_netlink()
+        self._observe_queue_pairs()
+        self._reader: PacketReader | None = None
+        if taps:
+            program = Program(BPF_DIRECTORY / "roce.c", {"BIN_NS": bin_ns})
+            cleanup.callback(program.close)
+            self._reader = PacketReader(taps, program, self._qps, bin_ns, offset_ns)
+            cleanup.callback(self._reader.stop)
+            self._reader.start()
+
+    def run(self, seconds: float | None, stop: list[int], console: Console) -> None:
+        """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all are gone."""
+        started = rotated = time.monotonic()
+        self._store([])
+        console.print(f"attached to {len(self._pids)} processes; Ctrl-C ends the recording", highlight=False)
+        pending: list[Tables] = []
+        with console.status("recording") as status:
+            while not stop and (seconds is None or time.monotonic() - started < seconds):
+                time.sleep(POLL_S)
+                pending.append(self._probes.read())
+                if self._reader:
+                    pending.append(self._reader.read())
+                if time.monotonic() - rotated < ROTATE_S:
+                    continue
+                rotated = time.monotonic()
+                self._observe_queue_pairs()
+                self._store(pending)
+                pending.clear()
+                status.update(self._progress(rotated - started))
+                if not any(Path(f"/proc/{pid}").exists() for pid in self._pids):
+                    self.outcome.warnings.append("every recorded process ended, and the recording with them")
+                    break
+        self.outcome.seconds = time.monotonic() - started
+        pending.append(self._probes.read())
+        if self._reader:
+            self._observe_queue_pairs()
+            pending.append(self._reader.stop())
+        self._store(pending)
+        self._writer.close()
+
+    def _attach(self, hosts: Sequence[Host]) -> list[int]:
+        attached: list[int] = []
+        failures: list[PulseError] = []
+        for pid in (pid for host in hosts for pid in host.pids):
+            try:
+                self._probes.add(pid)
+                attached.append(pid)
+            except AttachError as error:
+                failures.append(error)
+        if failures and not attached:
+            raise failures[0]
+        self.outcome.warnings.extend(str(error) for error in failures)
+        return attached
+
+    def _find_nics(self, hosts: Sequence[Host]) -> tuple[pl.DataFrame, list[Tap]]:
+        """The nics rows of all hosts, and a tap for each of their ports that has a netdev."""
+        frames: list[pl.DataFrame] = [pl.DataFrame(schema=NICS)]
+        taps: list[Tap] = []
+        for host in hosts:
+            wanted = None if host.devices is None else {device.nic: device for device in host.devices}
+            rows = read_nics(host.node, devices=None if wanted is None else list(wanted))
+            frames.append(rows)
+            for row in rows.iter_rows(named=True):
+                device = wanted[row["nic"]] if wanted else Device(row["nic"])
+                netdev = device.netdev or row["netdev"]
+                if netdev:
+                    taps.append(
+                        Tap(host.node, row["nic"], row["port"], netdev, device.side, tuple(row["gids"]))
+                    )
+        if not taps:
+            self.outcome.warnings.append(
+                "no RDMA port with a network interface was found, so there are no byte counts"
+            )
+        return pl.concat(frames), taps
+
+    def _open_netlink(self) -> Nldev | None:
+        try:
+            return Nldev()
+        except HostError as error:
+            self.outcome.warnings.append(str(error))
+            return None
+
+    def _observe_queue_pairs(self) -> None:
+        self._qps.observe_uprobe(self._probes.qp_events())
+        if self._rdma:
+            self._qps.observe_netlink(self._rdma.queue_pairs(), time.time_ns())
+
+    def _store(self, batches: Sequence[Tables]) -> None:
+        for table in sorted({name for batch in batches for name in batch}):
+            frame = pl.concat([batch[table] for batch in batches if table in batch])
+            self._writer.append(table, frame)
+            self.outcome.rows[table] = self.outcome.rows.get(table, 0) + frame.height
+        now = clock.anchor()
+        self._writer.append("clocks", pl.concat([now.row(node) for node in self._nodes]))
+        for table, frame in self._probes.state().items():
+            self._writer.replace(table, frame)
+        self._writer.replace("nodes", _node_rows(self._nodes))
+        self._writer.replace("nics", self._nics)
+        self._writer.replace("qps", self._qps.frame())
+        self._writer.replace("coverage", self._coverage())
+        sources = [asdict(self._reader.source)] if self._reader else []
+        self._writer.manifest(
+            sources,
+            {
+                "probes": self._probes.summary(),
+                "lost": self.outcome.lost,
+                "warnings": self.outcome.warnings,
+            },
+        )
+
+    def _coverage(self) -> pl.DataFrame:
+        """What the readers covered, and the calls: one row per node for source "uprobe", without a NIC."""
+        calls = pl.DataFrame({"node": self._nodes}).select(
+            "node",
+            pl.lit("uprobe").alias("source"),
+            pl.lit(None).alias("nic"),
+            pl.lit(None).alias("port"),
+            pl.lit(None).alias("direction"),
+            pl.lit(self._started_ns).alias("first_ns"),
+            pl.lit(time.time_ns()).alias("last_ns"),
+            pl.lit(self._probes.lost).alias("lost"),
+        )
+        calls = calls.cast(dict(COVERAGE))
+        self.outcome.lost = self._probes.lost
+        if not self._reader:
+            return calls
+        packets = self._reader.coverage()
+        self.outcome.lost += sum(packets["lost"].unique())
+        return pl.concat([calls, packets])
+
+    def _progress(self, elapsed_s: float) -> str:
+        rows = self.outcome.rows
+        return (
+            f"{elapsed_s:.0f} s  {rows.get('ops', 0)} operators  {rows.get('samples', 0)} samples  "
+            f"{self.outcome.lost} lost"
+        )
+
+
+def _node_rows(nodes: Sequence[str]) -> pl.DataFrame:
+    clock_source, clock_error_ns = clock.discipline()
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    rows = [(node, clock_source, clock_error_ns, boot_id, platform.release()) for node in nodes]
+    return pl.DataFrame(rows, schema=NODES, orient="row")
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """A list that SIGINT and SIGTERM append to, so that a recording ends between two drains, cleanly."""
+    caught: list[int] = []
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

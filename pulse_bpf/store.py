@@ -1,0 +1,133 @@
+"""Writing a recording: a directory of Parquet tables that is readable at every moment, also after a kill."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow.parquet as pq
+
+from pulse_bpf import __version__
+from pulse_bpf.errors import HostError, UsageError
+from pulse_bpf.schema import FORMAT, FORMAT_VERSION, REQUIRED, STREAMED, conform, empty
+
+ROW_GROUP_ROWS = 128 * 1024
+_DELTA = ("t_ns", "bytes")
+
+
+class RecordingWriter:
+    """A recording being written into `root`, which must not hold one already (UsageError).
+
+    Tables in schema.STREAMED grow by one part per `append`; the others are small and replaced whole by
+    `replace`, and only when they changed. Every file is written as NAME.tmp, fsynced and renamed, so a reader
+    never meets half a file. HostError when the disk is full or refuses.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.created_ns = time.time_ns()
+        self._parts: dict[str, int] = {}
+        self._current: dict[str, pl.DataFrame] = {}
+        with _explained(root):
+            occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
+        if occupied:
+            raise UsageError(
+                f"{root} is not empty",
+                "a recording is never written over something else",
+                "Choose a new directory with -o, or remove this one first",
+            )
+
+    def append(self, table: str, frame: pl.DataFrame) -> None:
+        """One more part of a growing table; an empty frame makes no part."""
+        if frame.is_empty():
+            return
+        number = self._parts.get(table, 0)
+        self._write(self.root / table / f"{number:06d}.parquet", conform(frame, table))
+        self._parts[table] = number + 1
+
+    def replace(self, table: str, frame: pl.DataFrame) -> None:
+        """The whole of a small table, as known now."""
+        frame = conform(frame, table)
+        known = self._current.get(table)
+        if known is not None and known.equals(frame):
+            return
+        self._write(self.root / f"{table}.parquet", frame)
+        self._current[table] = frame
+
+    def manifest(self, sources: list[Mapping[str, Any]], extra: Mapping[str, Any]) -> None:
+        """The manifest as of now; `extra` holds further top-level keys."""
+        content = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "created_ns": self.created_ns,
+            "duration_ns": time.time_ns() - self.created_ns,
+            "tool": {"name": "pulse", "version": __version__},
+            "sources": sources,
+            "redactions": ["payload", "command lines"],
+            **extra,
+        }
+        text = json.dumps(content, indent=1).encode()
+        self._atomically(self.root / "manifest.json", lambda path: path.write_bytes(text))
+
+    def close(self) -> None:
+        """Gives each required table that had nothing to say its empty file."""
+        for table in REQUIRED:
+            if table in STREAMED and table not in self._parts:
+                self._write(self.root / table / "000000.parquet", empty(table))
+            elif table not in STREAMED and table not in self._current:
+                self.replace(table, empty(table))
+
+    def _write(self, path: Path, frame: pl.DataFrame) -> None:
+        table = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+        delta = [name for name in _DELTA if name in frame.columns]
+        dictionary = [
+            name for name, dtype in frame.schema.items() if dtype == pl.String or name in ("flow", "qpn")
+        ]
+        self._atomically(
+            path,
+            lambda target: pq.write_table(
+                table,
+                target,
+                row_group_size=ROW_GROUP_ROWS,
+                compression="lz4",
+                use_dictionary=dictionary,
+                column_encoding=dict.fromkeys(delta, "DELTA_BINARY_PACKED") or None,
+            ),
+        )
+
+    def _atomically(self, path: Path, write: Callable[[Path], object]) -> None:
+        temporary = path.with_name(path.name + ".tmp")
+        with _explained(self.root):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(temporary)
+            _fsync(temporary)
+            temporary.rename(path)
+            _fsync(path.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    """OSErrors of the file system in an admin's words."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "Free some space or choose another disk with -o; what was written before is kept"
+        else:
+            advice = "Choose another directory with -o"
+        raise HostError(f"cannot write to {root}", error.strerror or str(error), advice) from error
