@@ -1,0 +1,26 @@
+# Two commands do everything, as root on a fresh Debian or Ubuntu: `make demo` and `make test`.
+# Both install what they need and can be run again at once.
+
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+
+.PHONY: demo test long accuracy setup clean
+
+demo: setup
+	$(PYTHON) scripts/demo.py
+
+test: setup
+	$(PYTHON) -m pytest -m "not long"
+
+long: setup
+	$(PYTHON) -m pytest -m long
+
+# The demo's verdict over 10 faulty and 10 healthy runs.
+accuracy: setup
+	$(PYTHON) scripts/demo.py --runs 20
+
+setup:
+	scripts/setup.sh $(VENV)
+
+clean:
+	rm -rf $(VENV) .typecheck build *.egg-info

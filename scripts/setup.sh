@@ -1,0 +1,42 @@
+#!/bin/sh
+# setup.sh VENV: installs the distribution's packages that are missing, and the rest into VENV from PyPI.
+# Does nothing, quickly, when everything is there.
+set -eu
+venv=$1
+cd "$(dirname "$0")/.."
+
+# bcc and pyverbs come from the distribution (PyPI's pyverbs does not fit its libibverbs), hence
+# --system-site-packages below. qemu, busybox and kmod boot the lab where this kernel has no soft-RoCE.
+packages="python3 python3-venv python3-bpfcc python3-pyverbs rdma-core ibverbs-providers libibverbs-dev
+gcc libc6-dev iproute2 kmod qemu-system-x86 busybox xz-utils"
+[ "$(uname -m)" = x86_64 ] || packages=$(echo "$packages" | sed 's/qemu-system-x86/qemu-system-arm/')
+
+missing=
+for package in $packages; do
+    dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null | grep -qx installed || missing="$missing $package"
+done
+# Ubuntu's busybox-static conflicts with busybox and serves as well.
+if dpkg-query -W -f '${db:Status-Status}\n' busybox-static 2>/dev/null | grep -qx installed; then
+    missing=$(echo " $missing " | sed 's/ busybox / /')
+fi
+missing=$(echo "$missing" | xargs)
+if [ -n "$missing" ]; then
+    if [ "$(id -u)" != 0 ]; then
+        echo "setup: run as root, or install first: apt-get install $missing" >&2
+        exit 3
+    fi
+    echo "setup: installing $missing" >&2
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    # shellcheck disable=SC2086
+    apt-get install -y -qq --no-install-recommends $missing >/dev/null
+fi
+
+[ -x "$venv/bin/python" ] || /usr/bin/python3 -m venv --system-site-packages "$venv"
+stamp=$venv/installed-$(sha256sum pyproject.toml | cut -c1-16)
+if [ ! -e "$stamp" ]; then
+    echo "setup: installing Python packages into $venv" >&2
+    "$venv/bin/python" -m pip install -q --disable-pip-version-check -e '.[dev]'
+    rm -f "$venv"/installed-*
+    touch "$stamp"
+fi

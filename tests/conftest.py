@@ -1,0 +1,53 @@
+"""Marks that need something of the host: skipped with a reason, or failed where PULSE_REQUIRE names them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+
+import pytest
+
+REQUIRED = frozenset(filter(None, os.environ.get("PULSE_REQUIRE", "").split(",")))
+
+
+def _root() -> str | None:
+    return None if os.geteuid() == 0 else "needs root"
+
+
+@functools.cache
+def _bcc() -> str | None:
+    if os.geteuid() != 0:
+        return "needs root"
+    try:
+        from pulse_bpf.attach import try_uprobe
+
+        try_uprobe()
+    except Exception as error:
+        return f"this host loads no BPF programs: {error}"
+    return None
+
+
+@functools.cache
+def _rxe() -> str | None:
+    if os.geteuid() != 0:
+        return "needs root"
+    if shutil.which("qemu-system-x86_64") is None and not os.path.exists("/sys/module/rdma_rxe"):
+        return "neither soft-RoCE nor qemu-system-x86_64 is here"
+    return None
+
+
+CONDITIONS: dict[str, Callable[[], str | None]] = {"root": _root, "bcc": _bcc, "rxe": _rxe}
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark, condition in CONDITIONS.items():
+        if item.get_closest_marker(mark) is None:
+            continue
+        reason = condition()
+        if reason is None:
+            continue
+        if mark in REQUIRED:
+            pytest.fail(f"PULSE_REQUIRE names {mark}, but: {reason}", pytrace=False)
+        pytest.skip(f"{mark}: {reason}")
