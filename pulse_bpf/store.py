@@ -106,8 +106,12 @@ class RecordingWriter:
         temporary = path.with_name(path.name + ".tmp")
         with _explained(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(temporary)
-            _fsync(temporary)
+            try:
+                write(temporary)
+                _fsync(temporary)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
             temporary.rename(path)
             _fsync(path.parent)
 
