@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from pulse_bpf import clock
-from pulse_bpf.errors import PulseError
+from pulse_bpf.errors import HostError, PulseError
 
 State = Literal["ok", "warn", "fail"]
 
@@ -25,6 +26,10 @@ _CAPABILITIES = {
 }
 # The inode number of the first pid namespace (PROC_PID_INIT_INO in the kernel's proc_ns.h).
 _INIT_PID_NAMESPACE = "pid:[4026531836]"
+
+
+# A prime, so that a count that is right by accident is unlikely.
+_PROBED_CALLS = 997
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def _checks(root: Path) -> Iterator[Check]:
     yield _pid_namespace(root)
     yield _memlock()
     yield _perf_event_paranoid(root)
-    yield _tried("BPF compile, load, uprobe", "fail", _try_probe)
+    yield _tried("BPF compile, load, uprobe", "fail", try_uprobe)
     yield _tried("RDMA netlink", "warn", _try_netlink)
     yield _tried("RDMA ports", "warn", _try_ports)
     yield _clock()
@@ -111,10 +116,37 @@ def _perf_event_paranoid(root: Path) -> Check:
     return Check("perf events", "ok", f"perf_event_paranoid {value}")
 
 
-def _try_probe() -> str:
-    from pulse_bpf.attach import try_uprobe
+def try_uprobe() -> str:
+    """Compiles, loads and attaches a probe to a function of this process, calls it, and counts the hits.
 
-    return try_uprobe()
+    HostError when any of it is refused, or when calls go by unseen.
+    """
+    from pulse_bpf.attach import Program
+    from pulse_bpf.probes import BPF_DIRECTORY
+
+    path, offset = _file_offset("getppid")
+    program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
+    try:
+        program.attach_uprobe(path, offset, "on_call")
+        for _ in range(_PROBED_CALLS):
+            os.getppid()
+        hits = program.percpu_sum("hits", 0)
+    finally:
+        program.close()
+    if hits != _PROBED_CALLS:
+        raise HostError("a probe missed calls", f"{hits} of {_PROBED_CALLS} arrived", "Please report it")
+    return f"{hits} of {_PROBED_CALLS} calls seen"
+
+
+def _file_offset(function: str) -> tuple[Path, int]:
+    """Where the C library function `function` of this process lies: its file and the offset in it."""
+    address = ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value or 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < end and path:
+            return Path(path[0]), address - start + int(offset, 16)
+    raise HostError(f"{function} of this process is in no file", "its code was moved to memory")
 
 
 def _try_netlink() -> str:

@@ -21,7 +21,7 @@ def _bcc() -> str | None:
     if os.geteuid() != 0:
         return "needs root"
     try:
-        from pulse_bpf.attach import try_uprobe
+        from pulse_bpf.check import try_uprobe
 
         try_uprobe()
     except Exception as error:
