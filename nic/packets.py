@@ -1,0 +1,259 @@
+"""Live RoCEv2 packets: bytes per queue pair, direction and time bin, counted by a BPF program at tc."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+from pulse_bpf.nic import Source, Tables, Tap
+from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.nic.tc import TcFilters
+
+from pulse_bpf.errors import UsageError
+from pulse_bpf.schema import COVERAGE, I64, STR, U8, U32, conform
+
+# Mirrors of probes/bpf/roce.h.
+FLOW = np.dtype([("ifindex", "<u4"), ("egress", "<u4"), ("source", "<u4"), ("target", "<u4"), ("qpn", "<u4")])
+COUNTS = np.dtype(
+    [
+        ("bytes", "<u8"),
+        ("retx_bytes", "<u8"),
+        ("packets", "<u4"),
+        ("ctl_packets", "<u4"),
+        ("ack_packets", "<u4"),
+        ("naks", "<u4"),
+        ("rnrs", "<u4"),
+        ("cnps", "<u4"),
+    ]
+)
+COUNT_COLUMNS = list(COUNTS.names or ())
+BIN = np.dtype([("start_ns", "<u8"), ("flow", FLOW), ("cpu", "<u4"), ("counts", COUNTS)])
+OPEN_BIN = np.dtype([("start_ns", "<u8"), ("counts", COUNTS)])
+PACKETS, RING_FULL, FLOWS_FULL, UNDECODED = range(4)
+
+SOURCE_NAME = "packets"
+# Until a sender's queue pair is known its counts wait; a listing of all queue pairs comes about once a second.
+HOLD_NS = 10_000_000_000
+
+_PORTS = pl.Schema({"ifindex": U32, "egress": U32, "address": U32, "node": STR, "nic": STR, "port": U8})
+
+
+class Meter(Protocol):
+    """The loaded probes/bpf/roce.c, compiled with BIN_NS."""
+
+    def load_tc(self, function: str) -> int: ...
+    def ring(self, name: str, dtype: np.dtype[np.void]) -> Any: ...
+    def percpu_sum(self, name: str, index: int) -> int: ...
+    def read_percpu_hash(
+        self, name: str, key_dtype: np.dtype[Any], value_dtype: np.dtype[Any]
+    ) -> tuple[NDArray[Any], NDArray[Any]]: ...
+
+
+class PacketReader:
+    """Counts what each tap's port sends and receives, as the Reader protocol says.
+
+    `bin_ns` must be the BIN_NS that `program` was compiled with; `wall_offset_ns` turns CLOCK_MONOTONIC into
+    wall time and is constant, so that all bins have one phase. Packets neither from nor to a GID of the tap,
+    as a bridge floods them, are counted apart in `counters`. A bin is read when a later packet of its flow comes on
+    the same CPU, or at the end: one bin may come in several rows, in different batches, which add up.
+    UsageError when two taps show one port.
+    """
+
+    def __init__(
+        self, taps: Sequence[Tap], program: Meter, qps: QpTable, bin_ns: int, wall_offset_ns: int
+    ) -> None:
+        ports = [(tap.node, tap.nic, tap.port) for tap in taps]
+        for port in ports:
+            if ports.count(port) > 1:
+                raise UsageError(f"port {port[2]} of {port[1]} on {port[0]} is watched in two places")
+        self._taps = taps
+        self._program = program
+        self._qps = qps
+        self._bin_ns = bin_ns
+        self._wall_offset_ns = wall_offset_ns
+        self._filters = TcFilters()
+        self._ring: Any = None
+        self._held: pl.DataFrame | None = None
+        self._foreign_packets = 0
+        self._first_ns = self._last_ns = 0
+        self._running = False
+
+    @property
+    def source(self) -> Source:
+        sides = " and ".join(sorted({tap.side for tap in self._taps}))
+        return Source(SOURCE_NAME, f"tc clsact, {sides} side", True, ("rx", "tx"), self._bin_ns, "payload")
+
+    def start(self) -> None:
+        """Begins to count; HostError, with nothing left attached, when an interface is missing or refuses."""
+        ingress, egress = self._program.load_tc("roce_ingress"), self._program.load_tc("roce_egress")
+        self._ring = self._program.ring("closed_bins", BIN)
+        try:
+            indexes = self._filters.attach(sorted({tap.netdev for tap in self._taps}), ingress, egress)
+        except BaseException:
+            self._filters.detach()
+            raise
+        self._map_ports(indexes)
+        self._first_ns = self._last_ns = self._now_ns()
+        self._running = True
+
+    def read(self) -> Tables:
+        """Samples sorted by (flow, direction, t_ns), and events sorted by t_ns, closed since the last call.
+
+        Counts whose sender is unknown for longer than HOLD_NS come out as port_samples. An event belongs to the
+        queue pair that its packet is addressed to: the one whose data was refused or that shall slow down.
+        """
+        now_ns = self._now_ns()
+        tables = self._tables(_frame(self._ring.read()), self._last_ns - HOLD_NS)
+        self._last_ns = now_ns
+        return tables
+
+    def stop(self) -> Tables:
+        """Detaches, and returns all that is left, bins that were still open and held counts included."""
+        self._filters.detach()
+        if not self._running:
+            return {}
+        self._running = False
+        self._last_ns = self._now_ns()
+        bins = np.concatenate([self._ring.read(), self._open_bins()])
+        return self._tables(_frame(bins), self._last_ns)
+
+    def coverage(self) -> pl.DataFrame:
+        """One row per tap and direction, from start to the last read.
+
+        The kernel side cannot tell which tap a bin lost was from: every row's `lost` is that of the whole reader,
+        an upper bound (bins lost to a full ring buffer, packets lost to a full table of flows).
+        """
+        lost = self._program.percpu_sum("totals", RING_FULL) + self._program.percpu_sum("totals", FLOWS_FULL)
+        rows = [
+            (tap.node, SOURCE_NAME, tap.nic, tap.port, direction, self._first_ns, self._last_ns, lost)
+            for tap in self._taps
+            for direction in ("rx", "tx")
+        ]
+        return pl.DataFrame(rows, schema=COVERAGE, orient="row")
+
+    def counters(self) -> dict[str, int]:
+        """Packets by what became of them, and bins lost, since start."""
+        total = self._program.percpu_sum
+        return {
+            "packets": total("totals", PACKETS),
+            "foreign_packets": self._foreign_packets,
+            "undecoded_packets": total("totals", UNDECODED),
+            "lost_packets": total("totals", FLOWS_FULL),
+            "lost_bins": total("totals", RING_FULL),
+        }
+
+    def _now_ns(self) -> int:
+        return time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._wall_offset_ns
+
+    def _map_ports(self, indexes: dict[str, int]) -> None:
+        """Which (interface, hook, own address) shows which port receiving, and which shows it sending."""
+        receiving, sending = [], []
+        for tap in self._taps:
+            for address in filter(None, map(_address, tap.gids)):
+                port = (address, tap.node, tap.nic, tap.port)
+                faces_device = tap.side == "device"
+                receiving.append((indexes[tap.netdev], 0 if faces_device else 1, *port))
+                sending.append((indexes[tap.netdev], 1 if faces_device else 0, *port))
+        self._receiving = pl.DataFrame(receiving, schema=_PORTS, orient="row")
+        self._sending = pl.DataFrame(sending, schema=_PORTS, orient="row")
+
+    def _open_bins(self) -> NDArray[np.void]:
+        flows, values = self._program.read_percpu_hash("open_bins", FLOW, OPEN_BIN)
+        flow, cpu = np.nonzero(values["counts"]["packets"])
+        bins = np.zeros(len(flow), BIN)
+        bins["start_ns"], bins["counts"] = values["start_ns"][flow, cpu], values["counts"][flow, cpu]
+        bins["flow"], bins["cpu"] = flows[flow], cpu
+        return bins
+
+    def _tables(self, bins: pl.DataFrame, give_up_ns: int) -> Tables:
+        """The tables of `bins`; counts older than `give_up_ns` wait no longer for their queue pair."""
+        start_ns = pl.col("start_ns").cast(I64) + self._wall_offset_ns
+        bins = bins.with_columns(start_ns.alias("t_ns"), (start_ns + self._bin_ns - 1).alias("last_ns"))
+        rx = _at_ports(bins, self._receiving, "target", "inner")
+        tx = _at_ports(bins, self._sending, "source", "inner")
+        foreign = _at_ports(bins, self._receiving, "target", "anti")
+        foreign = _at_ports(foreign, self._sending, "source", "anti")
+        self._foreign_packets += int(foreign["packets"].sum())
+
+        rx = rx.with_columns(_gid("source").alias("peer_gid"), _gid("target").alias("local_gid"))
+        port = ["node", "nic", "port"]
+        self._qps.observe_capture(
+            rx.group_by(*port, "qpn", "local_gid", "peer_gid").agg(pl.col("packets").sum())
+        )
+        rx = self._qps.flows(rx)
+
+        tx = tx.rename({"qpn": "peer_qpn"}).with_columns(_gid("target").alias("peer_gid"))
+        tx = tx.select(*port, "peer_gid", "peer_qpn", "t_ns", "last_ns", *COUNT_COLUMNS)
+        tx = self._qps.resolve_tx(tx if self._held is None else pl.concat([self._held, tx]))
+        resolved = pl.col("qpn").is_not_null()
+        waits = ~resolved & (pl.col("t_ns") > give_up_ns)
+        self._held = tx.filter(waits).drop("qpn", "flow")
+        return {
+            "samples": self._samples(rx, tx.filter(resolved)),
+            "events": _events(rx),
+            "port_samples": self._port_samples(tx.filter(~resolved & ~waits)),
+        }
+
+    def _samples(self, rx: pl.DataFrame, tx: pl.DataFrame) -> pl.DataFrame:
+        key = ["node", "nic", "port", "qpn", "flow", "direction", "t_ns"]
+        rows = [
+            frame.with_columns(direction=pl.lit(name)).select(*key, *COUNT_COLUMNS)
+            for name, frame in (("rx", rx), ("tx", tx))
+        ]
+        summed = pl.concat(rows).group_by(key).agg(pl.col(*COUNT_COLUMNS).sum())
+        summed = summed.with_columns(source=pl.lit(SOURCE_NAME), bin_ns=pl.lit(self._bin_ns))
+        return conform(summed, "samples").sort("flow", "direction", "t_ns")
+
+    def _port_samples(self, tx: pl.DataFrame) -> pl.DataFrame:
+        summed = tx.group_by("node", "nic", "port", "t_ns").agg(pl.col("bytes", "packets").sum())
+        summed = summed.with_columns(
+            source=pl.lit(SOURCE_NAME), direction=pl.lit("tx"), bin_ns=pl.lit(self._bin_ns)
+        )
+        return conform(summed, "port_samples").sort("node", "nic", "port", "t_ns")
+
+
+def _frame(bins: NDArray[np.void]) -> pl.DataFrame:
+    """The bins as flat columns of their own."""
+    columns = {"start_ns": bins["start_ns"]}
+    for part in ("flow", "counts"):
+        columns.update({name: bins[part][name] for name in bins.dtype[part].names or ()})
+    return pl.DataFrame({name: np.ascontiguousarray(values) for name, values in columns.items()})
+
+
+def _at_ports(
+    bins: pl.DataFrame, ports: pl.DataFrame, own_address: str, how: Literal["inner", "anti"]
+) -> pl.DataFrame:
+    """The bins at an interface and hook where `own_address` is that of a port, or those at none."""
+    where = ["ifindex", "egress"]
+    return bins.join(ports, left_on=[*where, own_address], right_on=[*where, "address"], how=how)
+
+
+def _events(rx: pl.DataFrame) -> pl.DataFrame:
+    counts = rx.rename({"naks": "nak", "rnrs": "rnr", "cnps": "cnp"}).unpivot(
+        ["nak", "rnr", "cnp"],
+        index=["node", "nic", "port", "qpn", "t_ns"],
+        variable_name="kind",
+        value_name="value",
+    )
+    summed = counts.group_by(pl.exclude("value")).agg(pl.col("value").sum()).filter(pl.col("value") > 0)
+    return conform(summed, "events").sort("t_ns", "nic", "qpn", "kind")
+
+
+def _gid(address: str) -> pl.Expr:
+    """Column `address`, an IPv4 address in network byte order, as the GID ::ffff:a.b.c.d."""
+    value = pl.col(address)
+    return pl.format(
+        "::ffff:{}.{}.{}.{}", value & 255, value // 256 & 255, value // 65536 & 255, value // 2**24
+    )
+
+
+def _address(gid: str) -> int | None:
+    """The IPv4 address of a GID as the kernel side loads it; None when it has none."""
+    mapped = ipaddress.IPv6Address(gid).ipv4_mapped
+    return int.from_bytes(mapped.packed, sys.byteorder) if mapped else None

@@ -1,0 +1,256 @@
+"""Which queue pairs this machine has and had, merged from everything that can be observed about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import polars as pl
+
+from pulse_bpf.schema import I64, QPS, STR, U32, U64, flow_id
+
+Origin = Literal["uprobe", "netlink", "capture"]
+_RANK: dict[Origin, int] = {"capture": 0, "netlink": 1, "uprobe": 2}
+_INIT = 1  # enum ibv_qp_state
+
+# What the lookups below need to know about each life.
+_LIVES = pl.Schema(
+    {
+        "nic": STR,
+        "qpn": U32,
+        "flow": U64,
+        "peer_gid": STR,
+        "peer_qpn": U32,
+        "from_ns": I64,
+        "gone_ns": I64,
+        "first": pl.Boolean,
+    }
+)
+
+
+@dataclass
+class _Life:
+    """One life of one queue pair number, from its creation to its destruction."""
+
+    node: str
+    nic: str
+    port: int
+    qpn: int
+    number: int
+    origin: Origin
+    created_ns: int | None
+    gone_ns: int | None = None
+    peer_qpn: int | None = None
+    peer_gid: str | None = None
+    seen_peer_gid: str | None = None
+    local_gid: str | None = None
+    pid: int | None = None
+    service_level: int | None = None
+    path_mtu: int | None = None
+    retry_count: int | None = None
+    timeout: int | None = None
+    listed: bool = False  # by netlink, so that its absence there means its end
+
+    def contradicts(self, origin: Origin, seen: Mapping[str, Any]) -> bool:
+        """Whether `seen` cannot be this life. Process ids of two origins may stem from two namespaces."""
+        compared = ["peer_qpn", "peer_gid"] + (["pid"] if origin == self.origin else [])
+        pairs = ((getattr(self, name), seen.get(name)) for name in compared)
+        return any(mine is not None and other is not None and mine != other for mine, other in pairs)
+
+    def learn(self, origin: Origin, seen: Mapping[str, Any]) -> None:
+        """Takes over what `seen` knows; the better origin wins."""
+        better = _RANK[origin] >= _RANK[self.origin]
+        for name in ("peer_qpn", "peer_gid", "pid", "service_level", "path_mtu", "retry_count", "timeout"):
+            value = seen.get(name)
+            if value is not None and (better or getattr(self, name) is None):
+                setattr(self, name, value)
+        if better:
+            self.origin = origin
+
+
+class QpTable:
+    """The lives of all queue pairs on the ports in `nics` (NICS rows), numbered per queue pair from 0.
+
+    Assumptions: a device has one queue pair per QPN at a time, whatever its port. Observations of one origin
+    come in the order of time. If they do not, a life may be split in two, and its bytes with it. Where
+    neither uprobes nor netlink tell that a QPN was reused, both lives count as one.
+    """
+
+    def __init__(self, nics: pl.DataFrame) -> None:
+        self._nodes: dict[str, str] = dict(nics.select("nic", "node").iter_rows())
+        ports = nics.group_by("nic").agg(pl.col("port").unique())
+        self._only_port = {nic: found[0] for nic, found in ports.iter_rows() if len(found) == 1}
+        self._lives: dict[tuple[str, int], list[_Life]] = {}
+        self._listed_ns: int | None = None
+        self._lookup: pl.DataFrame | None = None
+
+    def observe_uprobe(self, frame: pl.DataFrame) -> None:
+        """Merges calls of ibv_modify_qp and ibv_destroy_qp.
+
+        Columns: node str, nic str, port u8?, qpn u32, peer_qpn u32?, peer_gid str?, pid i64, state i32? (enum
+        ibv_qp_state), t_ns i64 (wall), service_level, path_mtu, retry_count, timeout i32?, destroyed bool.
+        A port that is not given is the only one of its device; of a device with several, the first.
+        """
+        self._lookup = None
+        for seen in frame.sort("t_ns").iter_rows(named=True):
+            life = self._latest(seen["nic"], seen["qpn"])
+            alive = life is not None and life.gone_ns is None
+            if seen["destroyed"]:
+                if life is not None and alive:
+                    life.gone_ns = seen["t_ns"]
+                continue
+            if life is None or not alive or life.contradicts("uprobe", seen):
+                is_new = life is not None or seen["state"] == _INIT
+                life = self._begin("uprobe", seen, seen["t_ns"] if is_new else None)
+            life.learn("uprobe", seen)
+
+    def observe_netlink(self, frame: pl.DataFrame, t_ns: int) -> None:
+        """Merges one complete listing, taken before wall time `t_ns`, in the columns of Nldev.queue_pairs().
+
+        What an earlier listing had and this one has not is gone. A listed queue pair that uprobes saw destroyed
+        is taken for one on its way out, not for a new one; should the same process have reused its number for
+        the same peer unseen, both lives count as one. Devices that are not recorded are skipped.
+        """
+        self._lookup = None
+        present = set()
+        for seen in frame.iter_rows(named=True):
+            if seen["nic"] not in self._nodes:
+                continue
+            present.add((seen["nic"], seen["qpn"]))
+            life = self._latest(seen["nic"], seen["qpn"])
+            if life is None or life.contradicts("netlink", seen):
+                life = self._begin("netlink", seen, self._listed_ns)
+            life.learn("netlink", seen)
+            life.listed = True
+        for key, lives in self._lives.items():
+            if key not in present and lives[-1].listed and lives[-1].gone_ns is None:
+                lives[-1].gone_ns = t_ns
+        self._listed_ns = t_ns
+
+    def observe_capture(self, frame: pl.DataFrame) -> None:
+        """Merges packets received by queue pairs: the busiest peer of each names its peer GID, once.
+
+        Columns: node, nic, local_gid, peer_gid str, port u8, qpn u32, packets. Packets never end a life: an
+        earlier peer may go on repeating long after its partner's number was reused.
+        """
+        self._lookup = None
+        busiest = frame.sort("packets").unique(["nic", "qpn"], keep="last")
+        for seen in busiest.iter_rows(named=True):
+            life = self._latest(seen["nic"], seen["qpn"])
+            if life is None:
+                life = self._begin("capture", seen, None)
+            if life.gone_ns is None and life.seen_peer_gid is None:
+                life.seen_peer_gid = seen["peer_gid"]
+                life.local_gid = seen["local_gid"]
+
+    def resolve_tx(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """`frame` sorted by last_ns, with the local `qpn` and its `flow` that sent to (peer_gid, peer_qpn).
+
+        Columns needed: nic, peer_gid str, peer_qpn u32, last_ns i64 (the last moment of the bin). The answer is
+        the latest life begun by then with that very peer. If the peer's GID of none is known to be that, it is the
+        only living one with this peer QPN whose peer GID is unknown: right as long as all queue pairs of the device are
+        listed; those made past the verbs library are not, and could be mistaken for it. Else both are null.
+        """
+        lives = self._life_frame().filter(pl.col("peer_qpn").is_not_null())
+        peer = ["nic", "peer_gid", "peer_qpn"]
+        # Two lives begun at once with one peer: at least one is stale, and which one cannot be told.
+        known = lives.filter(pl.col("peer_gid").is_not_null()).unique([*peer, "from_ns"], keep="none")
+        unknown = lives.filter(pl.col("peer_gid").is_null() & pl.col("gone_ns").is_null())
+        only = unknown.unique(["nic", "peer_qpn"], keep="none").select("nic", "peer_qpn", "qpn", "flow")
+        return (
+            frame.sort("last_ns")
+            .join_asof(
+                known.sort("from_ns").select(*peer, "from_ns", "qpn", "flow"),
+                left_on="last_ns",
+                right_on="from_ns",
+                by=peer,
+                check_sortedness=False,
+            )
+            .join(only, on=["nic", "peer_qpn"], how="left", suffix="_only", maintain_order="left")
+            .with_columns(
+                pl.coalesce("qpn", "qpn_only").alias("qpn"), pl.coalesce("flow", "flow_only").alias("flow")
+            )
+            .drop("from_ns", "qpn_only", "flow_only", strict=False)
+        )
+
+    def flows(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """`frame` sorted by last_ns, with the `flow` of each (nic, qpn) at last_ns (the last moment of the bin)."""
+        lives = self._life_frame().select(
+            "nic", "qpn", "flow", pl.when("first").then(0).otherwise("from_ns").alias("from_ns")
+        )
+        return (
+            frame.sort("last_ns")
+            .join_asof(
+                lives.sort("from_ns"),
+                left_on="last_ns",
+                right_on="from_ns",
+                by=["nic", "qpn"],
+                check_sortedness=False,
+            )
+            .drop("from_ns", strict=False)
+        )
+
+    def frame(self) -> pl.DataFrame:
+        """All lives as QPS rows, sorted by node, nic, qpn and life; created_ns is null for older than recorded."""
+        rows = [
+            {
+                "flow": _flow(life),
+                "peer_gid": life.peer_gid or life.seen_peer_gid,
+                "node": life.node,
+                "nic": life.nic,
+                "port": life.port,
+                "qpn": life.qpn,
+                "peer_qpn": life.peer_qpn,
+                "local_gid": life.local_gid,
+                "pid": life.pid,
+                "created_ns": life.created_ns,
+                "gone_ns": life.gone_ns,
+                "service_level": life.service_level,
+                "path_mtu": life.path_mtu,
+                "retry_count": life.retry_count,
+                "timeout": life.timeout,
+                "origin": life.origin,
+            }
+            for life in self._all()
+        ]
+        return pl.DataFrame(rows, schema=QPS).sort("node", "nic", "qpn", maintain_order=True)
+
+    def _all(self) -> Iterable[_Life]:
+        return (life for lives in self._lives.values() for life in lives)
+
+    def _latest(self, nic: str, qpn: int) -> _Life | None:
+        lives = self._lives.get((nic, qpn))
+        return lives[-1] if lives else None
+
+    def _begin(self, origin: Origin, seen: Mapping[str, Any], created_ns: int | None) -> _Life:
+        nic, qpn = seen["nic"], seen["qpn"]
+        lives = self._lives.setdefault((nic, qpn), [])
+        if lives and lives[-1].gone_ns is None:
+            lives[-1].gone_ns = created_ns
+        node = self._nodes.get(nic) or seen["node"]
+        port = seen["port"] or self._only_port.get(nic, 1)
+        lives.append(_Life(node, nic, port, qpn, len(lives), origin, created_ns))
+        return lives[-1]
+
+    def _life_frame(self) -> pl.DataFrame:
+        if self._lookup is None:
+            rows = [
+                (
+                    life.nic,
+                    life.qpn,
+                    _flow(life),
+                    life.peer_gid or life.seen_peer_gid,
+                    life.peer_qpn,
+                    life.created_ns or 0,
+                    life.gone_ns,
+                    life.number == 0,
+                )
+                for life in self._all()
+            ]
+            self._lookup = pl.DataFrame(rows, schema=_LIVES, orient="row")
+        return self._lookup
+
+
+def _flow(life: _Life) -> int:
+    return flow_id(life.node, life.nic, life.port, life.qpn, life.number)
