@@ -4,28 +4,44 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import errno
 import os
-import platform
 import re
-import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from mmap import PAGESIZE
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
+from pulse_bpf.bcc_errors import attach_error, captured_stderr, explained
+from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
-from pulse_bpf.probes import BPF_DIRECTORY
+from pulse_bpf.nic import Tables
+from pulse_bpf.probes import BPF_DIRECTORY, nccl, verbs
+from pulse_bpf.probes.events import NCCL_EVENT, QP_EVENT, RING_BYTES
+from pulse_bpf.probes.identity import ACCESSORS, rank_offset
+from pulse_bpf.probes.nccl import NcclDecoder
 from pulse_bpf.ring import Ring
-
-T = TypeVar("T")
+from pulse_bpf.schema import LIBRARIES, PROCESSES
+from pulse_bpf.targets import (
+    NCCL_MARKERS,
+    MappedFile,
+    Process,
+    is_alive,
+    mapped_files,
+    read_process,
+    start_ns,
+)
 
 # The perf event type of uprobes. Only these vanish with the file descriptor, and so with a killed Pulse;
 # uprobes made through tracefs would stay armed.
 _UPROBE_PMU = Path("/sys/bus/event_source/devices/uprobe/type")
+# What NCCL loads instead of its own InfiniBand and socket transports.
+_NET_PLUGIN = re.compile(r"/libnccl-net[^/]*$")
 _POSSIBLE_CPUS = Path("/sys/devices/system/cpu/possible")
 
 
@@ -41,11 +57,11 @@ class Program:
         bcc = _import_bcc()
         os.environ.setdefault("BCC_KERNEL_SOURCE", str(BPF_DIRECTORY / "include"))
         flags = [f"-D{name}={value}" for name, value in defines.items()]
-        flags += ["-DCONFIG_BPF_SYSCALL=1", f"-DPAGE_SIZE={PAGESIZE}", f"-I{source.parent}"]
+        flags += ["-DCONFIG_BPF_SYSCALL=1", f"-DPAGE_SIZE={PAGESIZE}"]
         self._bcc = bcc
         self._source = source
-        self._bpf = _explained(
-            lambda: bcc.BPF(src_file=str(source), cflags=flags), f"cannot compile {source.name}"
+        self._bpf = explained(
+            lambda: bcc.BPF(text=_with_includes(source), cflags=flags), f"cannot compile {source.name}"
         )
         self._perf_fds: list[int] = []
         self._rings: list[Ring] = []
@@ -61,11 +77,11 @@ class Program:
         name = ctypes.create_string_buffer(os.fsencode(path))
         attributes.uprobe_path = ctypes.addressof(name)
         attributes.probe_offset = offset
-        fd, said = _captured_stderr(
+        fd, said = captured_stderr(
             lambda: self._bcc.lib.bpf_attach_perf_event_raw(program, ctypes.byref(attributes), -1, 0, -1, 0)
         )
         if fd < 0:
-            raise _attach_error(f"cannot probe {path} at {offset:#x}", ctypes.get_errno(), said)
+            raise attach_error(f"cannot probe {path} at {offset:#x}", ctypes.get_errno(), said)
         self._perf_fds.append(fd)
 
     def load_tc(self, function: str) -> int:
@@ -132,7 +148,7 @@ class Program:
             self._bpf = None
 
     def _load(self, function: str, kind: int) -> int:
-        fd: int = _explained(
+        fd: int = explained(
             lambda: self._bpf.load_func(function, kind), f"cannot load {function} of {self._source.name}"
         ).fd
         return fd
@@ -145,6 +161,16 @@ class Program:
             raise HostError("cannot read a BPF map", os.strerror(ctypes.get_errno()))
         padded = np.dtype({"names": ["value"], "formats": [dtype], "itemsize": stride})
         return np.frombuffer(values.raw, padded)["value"]
+
+
+def _with_includes(source: Path) -> str:
+    """The text of `source` with its own headers pasted in: BCC gives map accesses their meaning only there."""
+    return re.sub(
+        r'^#include "(.*)"$',
+        lambda include: _with_includes(source.with_name(include[1])),
+        source.read_text(),
+        flags=re.MULTILINE,
+    )
 
 
 def possible_cpus() -> int:
@@ -179,69 +205,185 @@ def _uprobe_type() -> int:
         ) from error
 
 
-def _captured_stderr(action: Callable[[], T]) -> tuple[T, str]:
-    """What `action` returns, and what C code under it wrote to file descriptor 2 meanwhile."""
-    saved = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
+@dataclass(frozen=True)
+class ProbedFile:
+    """A file with probes on it: what it is, how many of its functions are probed, and what did not work."""
+
+    kind: Literal["nccl", "verbs"]
+    build_id: str | None
+    version: str | None
+    attached: int
+    wanted: int
+    problems: tuple[str, ...]
+
+
+class ProbeSet:
+    """The probes on all NCCL and libibverbs files of some processes, and what came of them.
+
+    `nodes_by_pid` names the node of each process that may be added; `wall_offset_ns` plus a CLOCK_MONOTONIC time
+    is wall clock. Each distinct file is probed once, for whoever maps it, and a filter in the kernel lets only
+    added processes through. Nothing is compiled or attached before the first add().
+    """
+
+    def __init__(self, nodes_by_pid: Mapping[int, str], wall_offset_ns: int) -> None:
+        self._nodes = dict(nodes_by_pid)
+        self._wall_offset_ns = wall_offset_ns
+        self._decoder = NcclDecoder(self._nodes, wall_offset_ns)
+        # By source and defines: libraries that keep the rank at the same place share a program.
+        self._programs: dict[tuple[str, int], Program] = {}
+        self._nccl_rings: list[Ring] = []
+        self._verbs_rings: list[Ring] = []
+        self._files: dict[tuple[int, int], ProbedFile | None] = {}
+        self._paths: dict[tuple[int, int], str] = {}
+        self._processes: dict[int, Process] = {}
+        self._start_ns: dict[int, int] = {}
+        self._gone_ns: dict[int, int] = {}
+        self._libraries: list[dict[str, object]] = []
+        self._lost_before_close: int | None = None
+
+    def add(self, pid: int) -> None:
+        """Records process `pid` from now on.
+
+        AttachError when it has ended or no NCCL of it can be probed; HostError when this host refuses probes.
+        """
+        process = read_process(pid)
+        files = mapped_files(pid)
+        for file in files:
+            if file.identity not in self._files:
+                self._files[file.identity] = self._probe(file)
+                self._paths[file.identity] = file.path
+        found = {file: probed for file in files if (probed := self._files[file.identity])}
+        if not any(probed.kind == "nccl" and probed.attached for probed in found.values()):
+            problems = [problem for probed in found.values() for problem in probed.problems]
+            reason = (
+                problems[0] if problems else f"none of the {len(files)} files it maps defines NCCL's calls"
+            )
+            raise AttachError(f"process {pid} has no NCCL to probe", reason)
+        self._processes[pid] = process
+        self._start_ns[pid] = start_ns(process, self._wall_offset_ns)
+        self._libraries += [self._library(pid, file, probed) for file, probed in found.items()]
+        self._libraries += [self._plugin(pid, file) for file in files if _NET_PLUGIN.search(file.path)]
+        # Programs may have come with this process that do not know the earlier ones yet.
+        for program in self._programs.values():
+            for watched in self._processes.keys() - self._gone_ns.keys():
+                program.set_hash("watched", watched.to_bytes(4, "little"), b"\1")
+
+    def read(self) -> Tables:
+        """The operators called since the last read, as rows of `ops`."""
+        return {"ops": self._decoder.ops(_read_all(self._nccl_rings, NCCL_EVENT))}
+
+    def qp_events(self) -> pl.DataFrame:
+        """What processes did to their queue pairs since the last call, in the columns of verbs.QP_EVENTS."""
+        return verbs.qp_events(_read_all(self._verbs_rings, QP_EVENT), self._nodes, self._wall_offset_ns)
+
+    def state(self) -> Tables:
+        """`comms`, `processes` and `libraries` as far as they are known now, whole.
+
+        A process that is found to have ended is no longer watched, since its pid may come back as another.
+        """
+        for pid, process in self._processes.items():
+            if pid not in self._gone_ns and not is_alive(process):
+                self._gone_ns[pid] = time.monotonic_ns() + self._wall_offset_ns
+                self._decoder.end_process(pid, self._gone_ns[pid])
+                for program in self._programs.values():
+                    program.delete_hash("watched", pid.to_bytes(4, "little"))
+        processes = [
+            {
+                "node": self._nodes[pid],
+                "pid": pid,
+                "start_ns": self._start_ns[pid],
+                "gone_ns": self._gone_ns.get(pid),
+                "exe": process.exe,
+                "container": process.container,
+                "job": process.job,
+            }
+            for pid, process in self._processes.items()
+        ]
+        return {
+            "comms": self._decoder.comms(),
+            "processes": pl.DataFrame(processes, PROCESSES),
+            "libraries": pl.DataFrame(self._libraries, LIBRARIES),
+        }
+
+    @property
+    def lost(self) -> int:
+        """Events dropped because a ring was full, or not understood."""
+        if self._lost_before_close is not None:
+            return self._lost_before_close
+        dropped = sum(program.percpu_sum("dropped", 0) for program in self._programs.values())
+        return dropped + self._decoder.malformed
+
+    def summary(self) -> dict[str, Any]:
+        """For the manifest: what is probed in each file, what could not be, and how many events were lost."""
+        files = [
+            {"path": self._paths[identity], **asdict(probed)}
+            for identity, probed in self._files.items()
+            if probed
+        ]
+        return {"files": files, "lost": self.lost}
+
+    def close(self) -> None:
+        """Takes every probe off; may be called more than once."""
+        if self._lost_before_close is None:
+            self._lost_before_close = self.lost
+        for program in self._programs.values():
+            program.close()
+
+    def _probe(self, file: MappedFile) -> ProbedFile | None:
+        """Probes whatever `file` defines; None when that is nothing of interest."""
         try:
-            result = action()
-        except Exception as error:
-            said.seek(0)
-            error.args = (*error.args, said.read().decode(errors="replace"))
-            raise
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-        said.seek(0)
-        return result, said.read().decode(errors="replace")
+            elf = Elf(file.opened_by)
+        except AttachError:
+            return None
+        with elf:
+            functions = elf.functions([*nccl.PROBES, *verbs.PROBES, *ACCESSORS])
+            problems = []
+            if functions.keys() >= NCCL_MARKERS:
+                kind, probes = "nccl", nccl.PROBES
+                try:
+                    code = {name: elf.code(functions[name]) for name in ACCESSORS if name in functions}
+                    rank_at = rank_offset(code, elf.machine)
+                except AttachError as error:
+                    problems.append(str(error))
+                    rank_at = 0
+                program = self._program("nccl.c", rank_at)
+                version = nccl.version(elf.section(".rodata"))
+            elif functions.keys() & verbs.PROBES.keys():
+                kind, probes, version = "verbs", verbs.PROBES, None
+                program = self._program("verbs.c", 0)
+            else:
+                return None
+            build_id = elf.build_id()
+        # Aliases of one function would count each call twice.
+        places = {functions[name].offset: probes[name] for name in probes if name in functions}
+        attached = 0
+        for offset, function in places.items():
+            try:
+                program.attach_uprobe(file.opened_by, offset, function)
+                attached += 1
+            except AttachError as error:
+                problems.append(str(error))
+        return ProbedFile(kind, build_id, version, attached, len(places), tuple(problems))
+
+    def _program(self, source: str, rank_at: int) -> Program:
+        key = (source, rank_at)
+        if key not in self._programs:
+            program = Program(BPF_DIRECTORY / source, {"RANK_OFFSET": rank_at, "RING_BYTES": RING_BYTES})
+            self._programs[key] = program
+            if source == "nccl.c":
+                self._nccl_rings.append(program.ring("events", NCCL_EVENT))
+            else:
+                self._verbs_rings.append(program.ring("events", QP_EVENT))
+        return self._programs[key]
+
+    def _library(self, pid: int, file: MappedFile, probed: ProbedFile) -> dict[str, object]:
+        transport = "verbs" if probed.kind == "verbs" else None
+        row = {"node": self._nodes[pid], "pid": pid, "path": file.path, "transport": transport}
+        return {**row, "build_id": probed.build_id, "version": probed.version}
+
+    def _plugin(self, pid: int, file: MappedFile) -> dict[str, object]:
+        return {"node": self._nodes[pid], "pid": pid, "path": file.path, "transport": Path(file.path).name}
 
 
-def _explained(action: Callable[[], T], what: str) -> T:
-    """What `action` returns; HostError saying why BCC failed, taken from what it printed."""
-    try:
-        return _captured_stderr(action)[0]
-    except Exception as error:
-        said = str(error.args[-1])
-        raise _classified(what, said) from error
-
-
-def _classified(what: str, said: str) -> HostError:
-    """The HostError for what BCC printed before it failed, with the versions that matter."""
-    kernel = platform.release()
-    lines = [line for line in said.splitlines() if line.strip()]
-    errors = [line for line in lines if "error:" in line]
-    if "Operation not permitted" in said or "Permission denied" in said:
-        lockdown = _first_line("/sys/kernel/security/lockdown")
-        detail = f"; kernel lockdown is {lockdown}" if lockdown else ""
-        return HostError(
-            what, f"not permitted{detail}", "Run as root, or with CAP_BPF, CAP_PERFMON and CAP_SYS_ADMIN"
-        )
-    if "Cannot allocate memory" in said:
-        return HostError(what, "the limit of locked memory is too low", "Raise it: ulimit -l unlimited")
-    if errors:
-        return HostError(
-            what, errors[0].strip(), f"This is a fault of Pulse with kernel {kernel}: please report it"
-        )
-    return HostError(what, lines[-1].strip() if lines else "no reason given", f"The kernel is {kernel}")
-
-
-def _attach_error(what: str, number: int, said: str) -> AttachError | HostError:
-    why = os.strerror(number) if number else said.strip()
-    if number in (errno.EPERM, errno.EACCES):
-        paranoid = _first_line("/proc/sys/kernel/perf_event_paranoid")
-        return HostError(
-            what,
-            f"{why} (perf_event_paranoid is {paranoid})",
-            "Run as root, or with CAP_PERFMON and CAP_SYS_ADMIN",
-        )
-    if number == errno.EBUSY:
-        return AttachError(what, f"{why}: another tool may hold this place")
-    return AttachError(what, why)
-
-
-def _first_line(path: str) -> str:
-    try:
-        return Path(path).read_text().partition("\n")[0]
-    except OSError:
-        return ""
+def _read_all(rings: Sequence[Ring], dtype: np.dtype[np.void]) -> NDArray[np.void]:
+    return np.concatenate([np.empty(0, dtype), *(ring.read() for ring in rings)])

@@ -71,7 +71,9 @@ class Elf:
     def build_id(self) -> str | None:
         """The GNU build id in hex, None when the file has none."""
         section = self._elf.get_section_by_name(".note.gnu.build-id")
-        holders = [section] if section else [s for s in self._elf.iter_segments() if s["p_type"] == "PT_NOTE"]
+        holders: list[Any] = (
+            [section] if section else [s for s in self._elf.iter_segments() if s["p_type"] == "PT_NOTE"]
+        )
         for holder in holders:
             for note in holder.iter_notes():
                 if note["n_type"] == "NT_GNU_BUILD_ID":
@@ -132,7 +134,8 @@ class Elf:
         versions = np.frombuffer(self.section(".gnu.version"), "<u2")
         if len(versions) != count:
             return np.ones(count, bool)
-        return (versions & _VERSYM_HIDDEN) == 0
+        visible: NDArray[np.bool_] = (versions & _VERSYM_HIDDEN) == 0
+        return visible
 
     def _file_offset(self, vaddr: int) -> int | None:
         """Where `vaddr` lies in the file, None when no executable segment loads it from there."""

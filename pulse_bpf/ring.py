@@ -66,7 +66,7 @@ class Ring:
                 raise ValueError(
                     f"ring buffer holds records of {set(lengths.tolist())} bytes, not of {self._dtype}"
                 )
-            events = records["event"][: len(headers)][(headers & _DISCARDED) == 0].copy()
+            events: NDArray[np.void] = records["event"][: len(headers)][(headers & _DISCARDED) == 0].copy()
         self._consumer[0] = start + len(headers) * self._record.itemsize
         return events
 
