@@ -18,7 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from pulse_bpf.bcc_errors import attach_error, captured_stderr, explained
-from pulse_bpf.elf import Elf
+from pulse_bpf.elf import Elf, Function
 from pulse_bpf.errors import AttachError, HostError
 from pulse_bpf.nic import Tables
 from pulse_bpf.probes import BPF_DIRECTORY, nccl, verbs
@@ -205,11 +205,15 @@ def _uprobe_type() -> int:
         ) from error
 
 
+Kind = Literal["nccl", "verbs"]
+_PROBES: Mapping[Kind, Mapping[str, str]] = {"nccl": nccl.PROBES, "verbs": verbs.PROBES}
+
+
 @dataclass(frozen=True)
 class ProbedFile:
     """A file with probes on it: what it is, how many of its functions are probed, and what did not work."""
 
-    kind: Literal["nccl", "verbs"]
+    kind: Kind
     build_id: str | None
     version: str | None
     attached: int
@@ -246,10 +250,14 @@ class ProbeSet:
 
         AttachError when it has ended or no NCCL of it can be probed; HostError when this host refuses probes.
         """
+        if pid in self._processes:
+            return
         process = read_process(pid)
         files = mapped_files(pid)
         for file in files:
-            if file.identity not in self._files:
+            known = self._files.get(file.identity)
+            # A failure may have been that process's: its end, its root directory.
+            if file.identity not in self._files or (known and not known.attached):
                 self._files[file.identity] = self._probe(file)
                 self._paths[file.identity] = file.path
         found = {file: probed for file in files if (probed := self._files[file.identity])}
@@ -331,31 +339,29 @@ class ProbeSet:
 
     def _probe(self, file: MappedFile) -> ProbedFile | None:
         """Probes whatever `file` defines; None when that is nothing of interest."""
+        kind: Kind
+        version, problems = None, []
         try:
-            elf = Elf(file.opened_by)
+            with Elf(file.opened_by) as elf:
+                functions = elf.functions([*nccl.PROBES, *verbs.PROBES, *ACCESSORS])
+                build_id = elf.build_id()
+                if functions.keys() >= NCCL_MARKERS:
+                    version = nccl.version(elf.section(".rodata"))
+                    rank_at, why_not = _rank_offset(elf, functions)
+                    problems += why_not
+                    kind, program = "nccl", self._program("nccl.c", rank_at)
+                elif functions.keys() & verbs.PROBES.keys():
+                    kind, program = "verbs", self._program("verbs.c", 0)
+                else:
+                    return None
         except AttachError:
             return None
-        with elf:
-            functions = elf.functions([*nccl.PROBES, *verbs.PROBES, *ACCESSORS])
-            problems = []
-            if functions.keys() >= NCCL_MARKERS:
-                kind, probes = "nccl", nccl.PROBES
-                try:
-                    code = {name: elf.code(functions[name]) for name in ACCESSORS if name in functions}
-                    rank_at = rank_offset(code, elf.machine)
-                except AttachError as error:
-                    problems.append(str(error))
-                    rank_at = 0
-                program = self._program("nccl.c", rank_at)
-                version = nccl.version(elf.section(".rodata"))
-            elif functions.keys() & verbs.PROBES.keys():
-                kind, probes, version = "verbs", verbs.PROBES, None
-                program = self._program("verbs.c", 0)
-            else:
-                return None
-            build_id = elf.build_id()
-        # Aliases of one function would count each call twice.
-        places = {functions[name].offset: probes[name] for name in probes if name in functions}
+        # Two names of one function would count each call twice.
+        places = {functions[name].offset: probe for name, probe in _PROBES[kind].items() if name in functions}
+        if kind == "nccl" and version is None:
+            # Each of its calls will arrive once more at the NCCL behind it.
+            problems = [f"{file.path} defines NCCL's calls but states no version: not NCCL itself"]
+            return ProbedFile(kind, build_id, version, 0, len(places), tuple(problems))
         attached = 0
         for offset, function in places.items():
             try:
@@ -383,6 +389,15 @@ class ProbeSet:
 
     def _plugin(self, pid: int, file: MappedFile) -> dict[str, object]:
         return {"node": self._nodes[pid], "pid": pid, "path": file.path, "transport": Path(file.path).name}
+
+
+def _rank_offset(elf: Elf, functions: Mapping[str, Function]) -> tuple[int, list[str]]:
+    """The offset of the rank in this NCCL's communicators; 0 and the reason where it cannot be found."""
+    try:
+        code = {name: elf.code(functions[name]) for name in ACCESSORS if name in functions}
+        return rank_offset(code, elf.machine), []
+    except AttachError as error:
+        return 0, [str(error)]
 
 
 def _read_all(rings: Sequence[Ring], dtype: np.dtype[np.void]) -> NDArray[np.void]:

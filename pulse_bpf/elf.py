@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from elftools.common.exceptions import ELFError
+from elftools.construct import ConstructError
 from elftools.elf.elffile import ELFFile
 from numpy.typing import NDArray
 
@@ -24,6 +26,17 @@ _SHN_UNDEF = 0
 _PF_X = 1
 # Set in .gnu.version of a version that a plain reference does not bind to: name@V1 beside name@@V2.
 _VERSYM_HIDDEN = 0x8000
+
+_DAMAGED = (
+    ELFError,
+    ConstructError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    OSError,
+    OverflowError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True)
@@ -46,14 +59,13 @@ class Elf:
         except OSError as error:
             raise AttachError(f"cannot read {path}", error.strerror or "") from error
         try:
-            self._elf = ELFFile(self._file)
-            usable = self._elf.elfclass == 64 and self._elf.little_endian
-        except (ELFError, ValueError, KeyError) as error:
+            with _untrusted(path):
+                self._elf = ELFFile(self._file)
+                if self._elf.elfclass != 64 or not self._elf.little_endian:
+                    raise AttachError(f"{path} cannot be probed", "only 64-bit little-endian files can")
+        except AttachError:
             self._file.close()
-            raise AttachError(f"{path} is no ELF file", str(error)) from error
-        if not usable:
-            self._file.close()
-            raise AttachError(f"{path} cannot be probed", "only 64-bit little-endian files can")
+            raise
 
     def __enter__(self) -> Elf:
         return self
@@ -70,14 +82,15 @@ class Elf:
 
     def build_id(self) -> str | None:
         """The GNU build id in hex, None when the file has none."""
-        section = self._elf.get_section_by_name(".note.gnu.build-id")
-        holders: list[Any] = (
-            [section] if section else [s for s in self._elf.iter_segments() if s["p_type"] == "PT_NOTE"]
-        )
-        for holder in holders:
-            for note in holder.iter_notes():
-                if note["n_type"] == "NT_GNU_BUILD_ID":
-                    return str(note["n_desc"])
+        with _untrusted(self.path):
+            section = self._elf.get_section_by_name(".note.gnu.build-id")
+            holders: list[Any] = (
+                [section] if section else [s for s in self._elf.iter_segments() if s["p_type"] == "PT_NOTE"]
+            )
+            for holder in holders:
+                for note in holder.iter_notes():
+                    if note["n_type"] == "NT_GNU_BUILD_ID":
+                        return str(note["n_desc"])
         return None
 
     def functions(self, names: Iterable[str]) -> dict[str, Function]:
@@ -87,40 +100,44 @@ class Elf:
         .dynsym defines none of the names, as in a program that NCCL is linked into statically.
         """
         wanted = list(names)
-        for table in (".dynsym", ".symtab"):
-            found = self._functions_of(table, wanted)
-            if found:
-                return found
+        with _untrusted(self.path):
+            for table in (".dynsym", ".symtab"):
+                found = self._functions_of(table, wanted)
+                if found:
+                    return found
         return {}
 
     def code(self, function: Function) -> bytes:
         """The instructions of `function` as they are in the file."""
-        self._file.seek(function.offset)
-        return self._file.read(function.size)
+        return self._read(function.offset, function.size)
 
     def section(self, name: str) -> bytes:
         """The content of section `name`, empty when there is none."""
-        section = self._elf.get_section_by_name(name)
-        if section is None or section["sh_type"] == "SHT_NOBITS":
-            return b""
-        return self._read(section["sh_offset"], section["sh_size"])
+        with _untrusted(self.path):
+            section = self._elf.get_section_by_name(name)
+            if section is None or section["sh_type"] == "SHT_NOBITS":
+                return b""
+            return self._read(section["sh_offset"], section["sh_size"])
 
     def _functions_of(self, table: str, names: list[str]) -> dict[str, Function]:
         section = self._elf.get_section_by_name(table)
         if section is None or section["sh_type"] == "SHT_NOBITS":
             return {}
-        raw = self._read(section["sh_offset"], section["sh_size"])
-        symbols = np.frombuffer(raw[: len(raw) // _SYMBOL.itemsize * _SYMBOL.itemsize], _SYMBOL)
         strings = self._elf.get_section(section["sh_link"])
         text = self._read(strings["sh_offset"], strings["sh_size"])
+        # Linkers share tails: "ncclSend" may be the end of the string "pncclSend".
+        at = {name: indices for name in names if len(indices := _ends(text, name.encode()))}
+        if not at:
+            return {}
+        raw = self._read(section["sh_offset"], section["sh_size"])
+        symbols = np.frombuffer(raw[: len(raw) // _SYMBOL.itemsize * _SYMBOL.itemsize], _SYMBOL)
         usable = ((symbols["info"] & 0xF) == _STT_FUNC) & (symbols["shndx"] != _SHN_UNDEF)
         if table == ".dynsym":
             usable &= self._default_versions(len(symbols))
         symbols = symbols[usable]
         found = {}
-        for name in names:
-            # Linkers share tails: "ncclSend" may be the end of the string "pncclSend".
-            matches = symbols[np.isin(symbols["name"], _ends(text, name.encode()))]
+        for name, indices in at.items():
+            matches = symbols[np.isin(symbols["name"], indices)]
             places = {(int(symbol["value"]), int(symbol["size"])) for symbol in matches}
             if len(places) != 1:
                 continue
@@ -150,8 +167,18 @@ class Elf:
         return None
 
     def _read(self, offset: int, size: int) -> bytes:
-        self._file.seek(offset)
-        return self._file.read(size)
+        with _untrusted(self.path):
+            self._file.seek(offset)
+            return self._file.read(size)
+
+
+@contextmanager
+def _untrusted(path: Path) -> Iterator[None]:
+    """AttachError instead of whatever a damaged or malicious file makes the parser raise."""
+    try:
+        yield
+    except _DAMAGED as error:
+        raise AttachError(f"{path} is damaged", f"{type(error).__name__}: {error}") from error
 
 
 def _ends(text: bytes, name: bytes) -> NDArray[Any]:

@@ -21,6 +21,7 @@ NCCL_MARKERS = frozenset({"ncclAllReduce", "ncclGroupEnd"})
 
 # proc(5): address range, permissions, offset, device, inode, path. Kernel-made mappings have inode 0.
 _MAPPING = re.compile(r"^([0-9a-f]+-[0-9a-f]+) (\S{4}) \S+ (\S+) (\d+) *(.*)$", re.MULTILINE)
+_THREAD_GROUP = re.compile(r"^Tgid:\s*(\d+)$", re.MULTILINE)
 _CONTAINER = re.compile(r"[0-9a-f]{64}")
 _SLURM_JOB = re.compile(r"/job_(\d+)")
 
@@ -49,14 +50,17 @@ class Process:
 
 
 def read_process(pid: int, proc: Path = PROC) -> Process:
-    """What is known about process `pid`; AttachError when there is no such process."""
+    """What is known about process `pid`; AttachError when there is no such process, or it is a thread."""
     directory = proc / str(pid)
     try:
+        leader = int(_THREAD_GROUP.findall((directory / "status").read_text())[0])
         start_ticks = _start_ticks(directory)
         exe = _read_link(directory / "exe")
         cgroup = (directory / "cgroup").read_text() if (directory / "cgroup").exists() else ""
     except OSError as error:
         raise AttachError(f"process {pid} cannot be observed", _gone_or(error)) from error
+    if leader != pid:
+        raise AttachError(f"{pid} is no process", f"it is a thread of process {leader}")
     container = _CONTAINER.search(cgroup)
     job = _SLURM_JOB.search(cgroup)
     return Process(pid, start_ticks, exe, container[0] if container else None, job[1] if job else None)
@@ -85,7 +89,7 @@ def mapped_files(pid: int, proc: Path = PROC) -> list[MappedFile]:
     opened are left out. AttachError when there is no such process.
     """
     try:
-        maps = (proc / str(pid) / "maps").read_text(errors="surrogateescape")
+        maps = (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError as error:
         raise AttachError(f"process {pid} cannot be observed", _gone_or(error)) from error
     files: dict[tuple[str, str], MappedFile] = {}
