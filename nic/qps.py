@@ -37,8 +37,9 @@ class _Life:
     nic: str
     port: int
     qpn: int
-    number: int
+    flow: int
     origin: Origin
+    seen_ns: int  # when it was first observed; it began before
     created_ns: int | None
     gone_ns: int | None = None
     peer_qpn: int | None = None
@@ -53,8 +54,8 @@ class _Life:
     listed: bool = False  # by netlink, so that its absence there means its end
 
     def contradicts(self, origin: Origin, seen: Mapping[str, Any]) -> bool:
-        """Whether `seen` cannot be this life. Process ids of two origins may stem from two namespaces."""
-        compared = ["peer_qpn", "peer_gid"] + (["pid"] if origin == self.origin else [])
+        """Whether `seen` cannot be this life. Process ids are only compared where they stem from one namespace."""
+        compared = ["peer_qpn", "peer_gid"] + (["pid"] if origin == self.origin == "netlink" else [])
         pairs = ((getattr(self, name), seen.get(name)) for name in compared)
         return any(mine is not None and other is not None and mine != other for mine, other in pairs)
 
@@ -94,33 +95,40 @@ class QpTable:
         """
         self._lookup = None
         for seen in frame.sort("t_ns").iter_rows(named=True):
-            life = self._latest(seen["nic"], seen["qpn"])
-            alive = life is not None and life.gone_ns is None
+            key, t_ns, inits = (seen["nic"], seen["qpn"]), seen["t_ns"], seen["state"] == _INIT
             if seen["destroyed"]:
-                if life is not None and alive:
-                    life.gone_ns = seen["t_ns"]
+                self._end(key, t_ns)
                 continue
-            if life is None or not alive or life.contradicts("uprobe", seen):
-                is_new = life is not None or seen["state"] == _INIT
-                life = self._begin("uprobe", seen, seen["t_ns"] if is_new else None)
+            life = self._latest(key)
+            if (
+                life is None
+                or (life.gone_ns is not None and life.gone_ns < t_ns)
+                or (inits and life.peer_qpn is not None and life.seen_ns < t_ns)
+                or life.contradicts("uprobe", seen)
+            ):
+                life = self._begin("uprobe", seen, t_ns, t_ns if inits else None)
+            elif inits:
+                life.created_ns = t_ns
             life.learn("uprobe", seen)
 
     def observe_netlink(self, frame: pl.DataFrame, t_ns: int) -> None:
-        """Merges one complete listing, taken before wall time `t_ns`, in the columns of Nldev.queue_pairs().
+        """Merges one complete listing, finished at wall time `t_ns`, in the columns of Nldev.queue_pairs().
 
-        What an earlier listing had and this one has not is gone. A listed queue pair that uprobes saw destroyed
-        is taken for one on its way out, not for a new one; should the same process have reused its number for
-        the same peer unseen, both lives count as one. Devices that are not recorded are skipped.
+        Assumes that what uprobes saw before the listing began has been merged. What an earlier listing had and
+        this one has not is gone. A listed queue pair that uprobes saw destroyed is taken for one on its way out,
+        not for a new one; should the same process have reused its number for the same peer unseen, both lives
+        count as one. Devices that are not recorded are skipped.
         """
         self._lookup = None
         present = set()
         for seen in frame.iter_rows(named=True):
+            key = (seen["nic"], seen["qpn"])
             if seen["nic"] not in self._nodes:
                 continue
-            present.add((seen["nic"], seen["qpn"]))
-            life = self._latest(seen["nic"], seen["qpn"])
+            present.add(key)
+            life = self._latest(key)
             if life is None or life.contradicts("netlink", seen):
-                life = self._begin("netlink", seen, self._listed_ns)
+                life = self._begin("netlink", seen, t_ns, self._listed_ns)
             life.learn("netlink", seen)
             life.listed = True
         for key, lives in self._lives.items():
@@ -134,13 +142,13 @@ class QpTable:
         Columns: node, nic, local_gid, peer_gid str, port u8, qpn u32, packets. Packets never end a life: an
         earlier peer may go on repeating long after its partner's number was reused.
         """
-        self._lookup = None
         busiest = frame.sort("packets").unique(["nic", "qpn"], keep="last")
         for seen in busiest.iter_rows(named=True):
-            life = self._latest(seen["nic"], seen["qpn"])
+            life = self._latest((seen["nic"], seen["qpn"]))
             if life is None:
-                life = self._begin("capture", seen, None)
+                life = self._begin("capture", seen, 0, None)
             if life.gone_ns is None and life.seen_peer_gid is None:
+                self._lookup = None
                 life.seen_peer_gid = seen["peer_gid"]
                 life.local_gid = seen["local_gid"]
 
@@ -155,23 +163,28 @@ class QpTable:
         lives = self._life_frame().filter(pl.col("peer_qpn").is_not_null())
         peer = ["nic", "peer_gid", "peer_qpn"]
         # Two lives begun at once with one peer: at least one is stale, and which one cannot be told.
-        known = lives.filter(pl.col("peer_gid").is_not_null()).unique([*peer, "from_ns"], keep="none")
+        one_or_null = [
+            pl.when(pl.len() == 1).then(pl.col(name).first()).alias(name) for name in ("qpn", "flow")
+        ]
+        known = (
+            lives.filter(pl.col("peer_gid").is_not_null())
+            .group_by(*peer, "from_ns")
+            .agg(*one_or_null)
+            .with_columns(is_known=True)
+            .sort("from_ns")
+        )
         unknown = lives.filter(pl.col("peer_gid").is_null() & pl.col("gone_ns").is_null())
         only = unknown.unique(["nic", "peer_qpn"], keep="none").select("nic", "peer_qpn", "qpn", "flow")
+        fall_back = pl.col("is_known").is_null()
         return (
             frame.sort("last_ns")
-            .join_asof(
-                known.sort("from_ns").select(*peer, "from_ns", "qpn", "flow"),
-                left_on="last_ns",
-                right_on="from_ns",
-                by=peer,
-                check_sortedness=False,
-            )
+            .join_asof(known, left_on="last_ns", right_on="from_ns", by=peer, check_sortedness=False)
             .join(only, on=["nic", "peer_qpn"], how="left", suffix="_only", maintain_order="left")
             .with_columns(
-                pl.coalesce("qpn", "qpn_only").alias("qpn"), pl.coalesce("flow", "flow_only").alias("flow")
+                pl.when(fall_back).then(f"{name}_only").otherwise(name).alias(name)
+                for name in ("qpn", "flow")
             )
-            .drop("from_ns", "qpn_only", "flow_only", strict=False)
+            .drop("from_ns", "is_known", "qpn_only", "flow_only", strict=False)
         )
 
     def flows(self, frame: pl.DataFrame) -> pl.DataFrame:
@@ -195,7 +208,7 @@ class QpTable:
         """All lives as QPS rows, sorted by node, nic, qpn and life; created_ns is null for older than recorded."""
         rows = [
             {
-                "flow": _flow(life),
+                "flow": life.flow,
                 "peer_gid": life.peer_gid or life.seen_peer_gid,
                 "node": life.node,
                 "nic": life.nic,
@@ -219,19 +232,32 @@ class QpTable:
     def _all(self) -> Iterable[_Life]:
         return (life for lives in self._lives.values() for life in lives)
 
-    def _latest(self, nic: str, qpn: int) -> _Life | None:
-        lives = self._lives.get((nic, qpn))
+    def _latest(self, key: tuple[str, int]) -> _Life | None:
+        lives = self._lives.get(key)
         return lives[-1] if lives else None
 
-    def _begin(self, origin: Origin, seen: Mapping[str, Any], created_ns: int | None) -> _Life:
+    def _begin(self, origin: Origin, seen: Mapping[str, Any], seen_ns: int, created_ns: int | None) -> _Life:
+        """A new life of a queue pair, first observed at seen_ns; it ends the one before."""
         nic, qpn = seen["nic"], seen["qpn"]
         lives = self._lives.setdefault((nic, qpn), [])
-        if lives and lives[-1].gone_ns is None:
-            lives[-1].gone_ns = created_ns
+        if lives:
+            last = lives[-1]
+            if last.gone_ns is None:
+                last.gone_ns = seen_ns if created_ns is None else created_ns
+            created_ns = max(last.gone_ns, created_ns or 0)
         node = self._nodes.get(nic) or seen["node"]
         port = seen["port"] or self._only_port.get(nic, 1)
-        lives.append(_Life(node, nic, port, qpn, len(lives), origin, created_ns))
+        flow = flow_id(node, nic, port, qpn, len(lives))
+        lives.append(_Life(node, nic, port, qpn, flow, origin, seen_ns, created_ns))
         return lives[-1]
+
+    def _end(self, key: tuple[str, int], t_ns: int) -> None:
+        """Ends the life that a destruction at t_ns means: the last one seen by then, not a later one that a
+        listing has already shown."""
+        lives = self._lives.get(key, [])
+        life = next((life for life in reversed(lives) if life.seen_ns <= t_ns), lives[-1] if lives else None)
+        if life is not None:
+            life.gone_ns = t_ns if life.gone_ns is None else min(life.gone_ns, t_ns)
 
     def _life_frame(self) -> pl.DataFrame:
         if self._lookup is None:
@@ -239,18 +265,14 @@ class QpTable:
                 (
                     life.nic,
                     life.qpn,
-                    _flow(life),
+                    life.flow,
                     life.peer_gid or life.seen_peer_gid,
                     life.peer_qpn,
                     life.created_ns or 0,
                     life.gone_ns,
-                    life.number == 0,
+                    life is self._lives[life.nic, life.qpn][0],
                 )
                 for life in self._all()
             ]
             self._lookup = pl.DataFrame(rows, schema=_LIVES, orient="row")
         return self._lookup
-
-
-def _flow(life: _Life) -> int:
-    return flow_id(life.node, life.nic, life.port, life.qpn, life.number)
