@@ -14,10 +14,10 @@ from pulse_bpf.probes.events import DESTROY_QP, EVENT_VERSION
 PROBES: dict[str, str] = {"ibv_modify_qp": "ibv_modify_qp", "ibv_destroy_qp": "ibv_destroy_qp"}
 
 # enum ibv_qp_attr_mask of <infiniband/verbs.h>.
-_MASK_STATE, _MASK_PORT, _MASK_AV, _MASK_PATH_MTU = 1 << 0, 1 << 5, 1 << 7, 1 << 8
-_MASK_TIMEOUT, _MASK_RETRY_COUNT, _MASK_PEER_QPN = 1 << 9, 1 << 10, 1 << 20
+MASK_STATE, MASK_PORT, MASK_AV, MASK_PATH_MTU = 1 << 0, 1 << 5, 1 << 7, 1 << 8
+MASK_TIMEOUT, MASK_RETRY_COUNT, MASK_PEER_QPN = 1 << 9, 1 << 10, 1 << 20
 # enum ibv_qp_type: the only type whose packets have one peer for good.
-_RC = 2
+RC = 2
 
 QP_EVENTS = pl.Schema(
     {
@@ -47,15 +47,15 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
     is the InfiniBand exponent (4.096 us x 2^n). Events of processes not in `nodes` are dropped. Assumes each
     requested change succeeded: one that failed shows up as a queue pair that never carries traffic.
     """
-    events = events[(events["version"] == EVENT_VERSION) & (events["qp_type"] == _RC)]
+    events = events[(events["version"] == EVENT_VERSION) & (events["qp_type"] == RC)]
     mask = pl.col("mask")
     given = {
-        "state": _MASK_STATE,
-        "peer_qpn": _MASK_PEER_QPN,
-        "path_mtu": _MASK_PATH_MTU,
-        "retry_count": _MASK_RETRY_COUNT,
-        "timeout": _MASK_TIMEOUT,
-        "service_level": _MASK_AV,
+        "state": MASK_STATE,
+        "peer_qpn": MASK_PEER_QPN,
+        "path_mtu": MASK_PATH_MTU,
+        "retry_count": MASK_RETRY_COUNT,
+        "timeout": MASK_TIMEOUT,
+        "service_level": MASK_AV,
     }
     plain = ("tgid", "mono_ns", "kind", "mask", "qpn", "is_global", "path_port", "port", "gid_index", *given)
     frame = pl.DataFrame(
@@ -65,8 +65,8 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
             "peer_gid": pl.Series([_gid_text(bytes(gid)) for gid in events["peer_gid"]], dtype=pl.String),
         }
     )
-    has_path = mask & _MASK_AV != 0
-    port = pl.when(mask & _MASK_PORT != 0).then("port").when(has_path).then("path_port")
+    has_path = mask & MASK_AV != 0
+    port = pl.when(mask & MASK_PORT != 0).then("port").when(has_path).then("path_port")
     frame = frame.with_columns(
         pl.col("tgid")
         .cast(pl.Int64)

@@ -92,6 +92,10 @@ def mapped_files(pid: int, proc: Path = PROC) -> list[MappedFile]:
         maps = (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError as error:
         raise AttachError(f"process {pid} cannot be observed", _gone_or(error)) from error
+    if not maps:
+        raise AttachError(
+            f"process {pid} cannot be observed", "it has no memory: it has just ended, or is the kernel's"
+        )
     files: dict[tuple[str, str], MappedFile] = {}
     for address_range, permissions, device, inode, path in _MAPPING.findall(maps):
         if "x" not in permissions or inode == "0" or (device, inode) in files:
