@@ -104,7 +104,8 @@ class NcclDecoder:
         names = ("kind", "tgid", "tid", "mono_ns", "comm_ptr", "count", "stream", "group", "dtype", "peer")
         frame = pl.DataFrame({name: np.ascontiguousarray(events[name]) for name in (*names, *_IDENTITY)})
         known = (
-            pl.col("rank").is_between(0, pl.col("nranks") - 1)
+            (pl.col("rank") >= 0)
+            & (pl.col("rank") < pl.col("nranks"))
             & (pl.col("nranks") <= _MOST_RANKS)
             & pl.col("gpu").is_between(0, _MOST_GPUS - 1)
             & (pl.col("comm_hash") != 0)
