@@ -96,9 +96,10 @@ def mapped_files(pid: int, proc: Path = PROC) -> list[MappedFile]:
         raise AttachError(
             f"process {pid} cannot be observed", "it has no memory: it has just ended, or is the kernel's"
         )
-    files: dict[tuple[str, str], MappedFile] = {}
+    files: dict[tuple[int, int], MappedFile] = {}
+    seen = set()
     for address_range, permissions, device, inode, path in _MAPPING.findall(maps):
-        if "x" not in permissions or inode == "0" or (device, inode) in files:
+        if "x" not in permissions or inode == "0" or (device, inode) in seen:
             continue
         in_root = proc / str(pid) / "root" / path.lstrip("/")
         for way in (proc / str(pid) / "map_files" / address_range, in_root):
@@ -106,9 +107,11 @@ def mapped_files(pid: int, proc: Path = PROC) -> list[MappedFile]:
                 status = way.stat()
             except OSError:
                 continue
-            files[device, inode] = MappedFile(path, way, (status.st_dev, status.st_ino))
+            seen.add((device, inode))
+            identity = (status.st_dev, status.st_ino)
+            files.setdefault(identity, MappedFile(path, way, identity))
             break
-    return list({file.identity: file for file in files.values()}.values())
+    return list(files.values())
 
 
 def find_nccl_processes(proc: Path = PROC) -> list[int]:
