@@ -85,7 +85,7 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
     return (
         frame.filter(pl.col("node").is_not_null())
         # enum ibv_mtu: 1 is 256 bytes, and each step doubles.
-        .with_columns(128 * 2 ** pl.col("path_mtu").cast(pl.Int64))
+        .with_columns((128 * 2 ** pl.col("path_mtu").cast(pl.Int64)).alias("path_mtu"))
         .select(pl.col(name).cast(dtype) for name, dtype in QP_EVENTS.items())
         .sort("t_ns")
     )

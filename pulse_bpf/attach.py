@@ -61,7 +61,7 @@ class Program:
         self._bcc = bcc
         self._source = source
         self._bpf = explained(
-            lambda: bcc.BPF(text=_with_includes(source), cflags=flags), f"cannot compile {source.name}"
+            lambda: bcc.BPF(text=_with_includes(source).encode(), cflags=flags), f"cannot compile {source.name}"
         )
         self._perf_fds: list[int] = []
         self._rings: list[Ring] = []
@@ -149,7 +149,7 @@ class Program:
 
     def _load(self, function: str, kind: int) -> int:
         fd: int = explained(
-            lambda: self._bpf.load_func(function, kind), f"cannot load {function} of {self._source.name}"
+            lambda: self._bpf.load_func(function.encode(), kind), f"cannot load {function} of {self._source.name}"
         ).fd
         return fd
 

@@ -1,0 +1,404 @@
+"""Probes on processes that really run: complete, alone, and gone without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from pulse_bpf.probes import BPF_DIRECTORY, nccl
+from pulse_bpf.probes.events import NCCL_EVENT
+
+from pulse_bpf.attach import ProbeSet, Program
+from pulse_bpf.elf import Elf
+from pulse_bpf.errors import AttachError, HostError
+from pulse_bpf.lab import nccl as lab_nccl
+from pulse_bpf.schema import NCCL_DTYPES, comm_id
+from pulse_bpf.targets import find_nccl_processes, mapped_files
+
+TARGETS = Path(__file__).with_name("targets")
+LOOPS, THREADS = 300, 2
+
+
+@pytest.fixture(scope="session")
+def library() -> Path:
+    try:
+        return lab_nccl.library_path()
+    except HostError as error:
+        pytest.skip(str(error))
+
+
+class Target:
+    """A running program of tests/targets, which acts once for each line it is given."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.pid = process.pid
+        assert self._line() == "ready"
+
+    def act(self) -> str:
+        """Lets it act once; what it says when it is done."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._line()
+
+    def end(self) -> int:
+        """Lets it run to its end; its exit status."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        return self._process.wait(30)
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().rstrip()
+
+
+@contextmanager
+def running(command: list[str | Path], **environment: str) -> Iterator[Target]:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as process:
+        try:
+            yield Target(process)
+        finally:
+            process.kill()
+
+
+def calling(library: Path, loops: int = LOOPS, **environment: str) -> Any:
+    command = [sys.executable, TARGETS / "nccl_caller.py", library, str(loops), str(THREADS)]
+    return running(command, **environment)
+
+
+@contextmanager
+def probing(*pids: int) -> Iterator[ProbeSet]:
+    probes = ProbeSet(dict.fromkeys(pids, "node1"), time.time_ns() - time.monotonic_ns())
+    try:
+        yield probes
+    finally:
+        probes.close()
+
+
+@pytest.mark.bcc
+def test_what_is_recorded_is_what_was_called(library: Path) -> None:
+    with calling(library) as target, probing(target.pid) as probes:
+        target.act()
+        probes.add(target.pid)
+        before_ns = time.time_ns()
+        log = json.loads(target.act())
+        after_ns = time.time_ns()
+        ops = probes.read()["ops"]
+        assert probes.lost == 0
+        assert ops.height == len(log) == LOOPS * THREADS * 8
+        said = pl.DataFrame(log).with_columns(pl.int_range(pl.len()).over("tid").alias("order"))
+        seen = ops.with_columns(pl.int_range(pl.len()).over("tid").alias("order"))
+        both = said.join(seen, on=["tid", "order"], suffix="_seen", validate="1:1")
+        assert both.height == len(log)
+        assert (both["kind"] == both["kind_seen"]).all()
+        assert (both["count"] == both["count_seen"]).all()
+        assert (both["comm"] == both["comm_ptr"]).all()
+        assert (both["peer"] == both["peer_seen"].fill_null(-1)).all()
+        names = {number: name for number, (name, _) in enumerate(NCCL_DTYPES)}
+        assert both["dtype_seen"].to_list() == [names.get(d, f"unknown:{d}") for d in both["dtype"]]
+        # A group of the log is one group seen, and no two share one.
+        groups = both.select("tid", "group", "group_seen").unique()
+        assert groups.filter(pl.col("group_seen").is_null())["group"].to_list() == [0] * THREADS
+        assert groups["group_seen"].drop_nulls().is_unique().all()
+        assert groups.height == THREADS * (LOOPS + 1)
+        assert before_ns <= ops["call_ns"].min() <= ops["call_ns"].max() <= after_ns
+        assert ops["gpu"].equals(ops["rank"], null_equal=True)
+        for (_,), calls in ops.group_by("comm_ptr"):
+            assert calls["seq"].to_list() == list(range(calls.height))
+        comms = probes.state()["comms"]
+        hashes = {comm_id(base + rank, 8) for base in (0xD00D0000, 0xBEEF0000) for rank in range(THREADS)}
+        assert set(comms["comm_id"]) == hashes == set(ops["comm_id"])
+        (row,) = probes.state()["libraries"].to_dicts()
+        assert (row["path"], row["version"]) == (str(library), lab_nccl.VERSION)
+
+
+@pytest.mark.bcc
+def test_an_attach_in_mid_run_continues_the_numbers_over_reads(library: Path) -> None:
+    with calling(library, loops=5) as target, probing(target.pid) as probes:
+        probes.add(target.pid)
+        batches = []
+        for _ in range(3):
+            target.act()
+            batches.append(probes.read()["ops"])
+        for (_,), calls in pl.concat(batches).group_by("comm_ptr", maintain_order=True):
+            assert calls["seq"].to_list() == list(range(calls.height))
+
+
+@pytest.mark.bcc
+def test_only_processes_that_were_added_are_recorded(library: Path) -> None:
+    with calling(library, 3) as one, calling(library, 3) as other, probing(one.pid, other.pid) as probes:
+        assert {one.pid, other.pid} <= set(find_nccl_processes())
+        probes.add(one.pid)
+        one.act()
+        other.act()
+        assert set(probes.read()["ops"]["pid"]) == {one.pid}
+        probes.add(other.pid)
+        one.act()
+        other.act()
+        assert set(probes.read()["ops"]["pid"]) == {one.pid, other.pid}
+
+
+@pytest.mark.bcc
+def test_a_library_replaced_on_disk_is_still_probed(library: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "libnccl.so.2"
+    shutil.copy(library, copy)
+    with calling(copy, 3) as target, probing(target.pid) as probes:
+        copy.unlink()
+        probes.add(target.pid)
+        assert probes.read()["ops"].is_empty()
+        assert len(json.loads(target.act())) == probes.read()["ops"].height
+
+
+@pytest.mark.bcc
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_an_interposed_library_does_not_count_calls_twice(library: Path, tmp_path: Path) -> None:
+    shim = tmp_path / "libshim.so"
+    source = tmp_path / "shim.c"
+    source.write_text("int ncclAllReduce(void) { return 0; } int ncclGroupEnd(void) { return 0; }")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", shim, source], check=True)
+    with calling(library, 3, LD_PRELOAD=str(shim)) as target, probing(target.pid) as probes:
+        probes.add(target.pid)
+        problems = {Path(file["path"]): file["problems"] for file in probes.summary()["files"]}
+        assert "not NCCL itself" in problems[shim][0]
+        assert problems[library] == ()
+        assert len(json.loads(target.act())) == probes.read()["ops"].height
+
+
+@pytest.mark.bcc
+def test_a_process_that_ends_is_noted_with_its_communicators(library: Path) -> None:
+    with calling(library, 3) as target, probing(target.pid) as probes:
+        probes.add(target.pid)
+        target.act()
+        probes.read()
+        assert probes.state()["processes"]["gone_ns"].to_list() == [None]
+        assert target.end() == 0
+        state = probes.state()
+        assert state["processes"]["gone_ns"].null_count() == 0
+        assert state["comms"]["gone_ns"].null_count() == 0
+        assert probes.state()["processes"].equals(state["processes"])
+
+
+@pytest.mark.bcc
+def test_processes_with_nothing_to_probe_are_refused() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as idle:
+        with probing(idle.pid) as probes, pytest.raises(AttachError, match="has no NCCL to probe"):
+            probes.add(idle.pid)
+        idle.kill()
+        idle.wait()
+        with probing(idle.pid) as probes, pytest.raises(AttachError, match="it has ended"):
+            probes.add(idle.pid)
+
+
+def entry_bytes(pid: int, library: Path) -> tuple[bytes, bytes]:
+    """The first bytes of every probed function: in the process, and in the file."""
+    (file,) = (file for file in mapped_files(pid) if file.path == str(library))
+    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    mappings = [fields for fields in lines if fields[-1] == file.path and "x" in fields[1]]
+    in_memory, in_file = b"", b""
+    with Elf(library) as elf, open(f"/proc/{pid}/mem", "rb") as memory:
+        for function in elf.functions(nccl.PROBES).values():
+            for span, _, offset, *_ in mappings:
+                start, end = (int(bound, 16) for bound in span.split("-"))
+                if 0 <= function.offset - int(offset, 16) < end - start:
+                    memory.seek(start + function.offset - int(offset, 16))
+                    in_memory += memory.read(16)
+                    in_file += elf.code(function)[:16]
+    assert in_file
+    return in_memory, in_file
+
+
+@pytest.mark.bcc
+def test_a_closed_probe_set_leaves_the_process_as_it_was(library: Path) -> None:
+    with calling(library, 3) as target, probing(target.pid) as probes:
+        probes.add(target.pid)
+        target.act()
+        in_memory, in_file = entry_bytes(target.pid, library)
+        assert in_memory != in_file
+        probes.close()
+        in_memory, in_file = entry_bytes(target.pid, library)
+        assert in_memory == in_file
+        probes.close()
+        assert target.act()
+        assert probes.read()["ops"].is_empty()
+        assert target.end() == 0
+
+
+@pytest.mark.bcc
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_tracer_leaves_the_process_as_it_was(library: Path, number: signal.Signals) -> None:
+    tracer = (
+        "import sys; from pulse_bpf.attach import ProbeSet; pid = int(sys.argv[1]);"
+        "probes = ProbeSet({pid: 'node1'}, 0); probes.add(pid); print('ready', flush=True); input()"
+    )
+    with calling(library, 3) as target:
+        with running([sys.executable, "-c", tracer, str(target.pid)]) as attached:
+            target.act()
+            in_memory, in_file = entry_bytes(target.pid, library)
+            assert in_memory != in_file
+            os.kill(attached.pid, number)
+            os.waitid(os.P_PID, attached.pid, os.WEXITED | os.WNOWAIT)
+            in_memory, in_file = entry_bytes(target.pid, library)
+            assert in_memory == in_file
+        assert target.act()
+        assert target.end() == 0
+
+
+@pytest.mark.bcc
+def test_a_full_ring_is_counted(library: Path) -> None:
+    # One page holds fewer records than one act makes.
+    program = Program(BPF_DIRECTORY / "nccl.c", {"RANK_OFFSET": 0, "RING_BYTES": 4096})
+    try:
+        ring = program.ring("events", NCCL_EVENT)
+        with calling(library) as target:
+            program.set_hash("watched", target.pid.to_bytes(4, "little"), b"\1")
+            with Elf(library) as elf:
+                found = elf.functions(nccl.PROBES)
+            for name, function in found.items():
+                program.attach_uprobe(library, function.offset, nccl.PROBES[name])
+            calls = len(json.loads(target.act()))
+            first = ring.read()
+            assert 0 < len(first) < calls
+            assert len(first) + program.percpu_sum("dropped", 0) == calls
+            assert (first["comm_hash"] == 0).all()
+            target.act()
+            assert len(ring.read()) == len(first)
+            program.delete_hash("watched", target.pid.to_bytes(4, "little"))
+            target.act()
+            assert len(ring.read()) == 0
+            assert len(first) * 2 + program.percpu_sum("dropped", 0) == calls * 2
+    finally:
+        program.close()
+
+
+@pytest.mark.bcc
+@pytest.mark.skipif(
+    shutil.which("gcc") is None or not Path("/usr/include/infiniband/verbs.h").exists(),
+    reason="needs gcc and libibverbs-dev",
+)
+def test_queue_pairs_are_seen_through_the_real_libibverbs(library: Path, tmp_path: Path) -> None:
+    program = tmp_path / "qp_caller"
+    subprocess.run(["gcc", "-O1", "-o", program, TARGETS / "qp_caller.c", "-libverbs"], check=True)
+    # Only what uses NCCL is recorded.
+    with running([program], LD_PRELOAD=str(library)) as target, probing(target.pid) as probes:
+        probes.add(target.pid)
+        target.act()
+        frame = probes.qp_events()
+        assert frame["t_ns"].is_sorted()
+        assert frame.drop("t_ns").with_columns(pl.col("pid") == target.pid).unique("pid")["pid"].all()
+        same = {"node": "node1", "nic": "mlx5_7", "qpn": 0x1234}
+        nothing = dict.fromkeys(set(frame.columns) - {"t_ns", "pid"})
+        expected = [
+            {"port": 2, "state": 1},
+            {
+                "port": 2,
+                "state": 2,
+                "path_mtu": 4096,
+                "peer_qpn": 0x5678,
+                "peer_gid": "::ffff:10.9.0.2",
+                "local_gid_index": 5,
+                "service_level": 3,
+            },
+            {"state": 3, "timeout": 18, "retry_count": 7},
+            {"destroyed": True},
+        ]
+        assert frame.drop("t_ns", "pid").to_dicts() == [
+            {**nothing, "destroyed": False, **same, **row} for row in expected
+        ]
+        transports = {row["transport"] for row in probes.state()["libraries"].to_dicts()}
+        assert transports == {None, "verbs"}
+        assert probes.lost == 0
+        assert probes.qp_events().is_empty()
+
+
+VERSIONED = """
+int first(void) { return 1; }
+int second(void) { return 2; }
+__asm__(".symver first, call@V1");
+__asm__(".symver second, call@@V2");
+"""
+
+
+@pytest.mark.bcc
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_the_version_that_programs_call_is_the_one_probed(tmp_path: Path) -> None:
+    import ctypes
+
+    path = tmp_path / "versioned.so"
+    (tmp_path / "versioned.c").write_text(VERSIONED)
+    (tmp_path / "map").write_text("V1 { global: first; }; V2 { global: second; } V1;")
+    flags = ["-shared", "-fPIC", f"-Wl,--version-script={tmp_path / 'map'}"]
+    subprocess.run(["gcc", *flags, "-o", path, tmp_path / "versioned.c"], check=True)
+    with Elf(path) as elf:
+        place = elf.functions(["call"])["call"]
+    program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
+    try:
+        program.attach_uprobe(path, place.offset, "on_call")
+        loaded = ctypes.CDLL(str(path))
+        assert loaded.first() == 1
+        assert program.percpu_sum("hits", 0) == 0
+        assert loaded.call() == 2
+        assert program.percpu_sum("hits", 0) == 1
+    finally:
+        program.close()
+
+
+@pytest.mark.bcc
+def test_a_place_that_is_no_code_is_refused(tmp_path: Path) -> None:
+    program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
+    try:
+        with pytest.raises(AttachError, match="No such file"):
+            program.attach_uprobe(tmp_path / "missing", 0, "on_call")
+        empty = tmp_path / "empty"
+        empty.write_bytes(b"")
+        with pytest.raises(AttachError, match="Invalid argument"):
+            program.attach_uprobe(empty, 0x1000, "on_call")
+    finally:
+        program.close()
+
+
+@pytest.mark.bcc
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("int on_call(struct pt_regs *ctx) { return undeclared; }", "undeclared"),
+        ("#include <linux/fs.h>\nint on_call(struct pt_regs *ctx) { return 0; }", "linux/fs.h"),
+    ],
+)
+def test_a_compiler_error_is_passed_on(
+    tmp_path: Path, source: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong.c").write_text(source)
+    with pytest.raises(HostError, match=why):
+        Program(tmp_path / "wrong.c", {})
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.bcc
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_programs_load_where_no_kernel_headers_are() -> None:
+    hide = "for d in /lib/modules /usr/src; do [ ! -d $d ] || mount -t tmpfs none $d; done"
+    load = (
+        "from pulse_bpf.attach import Program; from pulse_bpf.probes import BPF_DIRECTORY;"
+        "import os; assert not any(os.path.isdir(d) and os.listdir(d) for d in ('/lib/modules', '/usr/src'));"
+        "Program(BPF_DIRECTORY / 'nccl.c', {'RANK_OFFSET': 64, 'RING_BYTES': 4096}).close();"
+        "Program(BPF_DIRECTORY / 'verbs.c', {'RANK_OFFSET': 0, 'RING_BYTES': 4096}).close()"
+    )
+    command = f'{hide}; exec "{sys.executable}" -c "{load}"'
+    environment = {name: value for name, value in os.environ.items() if name != "BCC_KERNEL_SOURCE"}
+    result = subprocess.run(
+        ["unshare", "-m", "sh", "-ec", command], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
