@@ -16,6 +16,8 @@ PROBES: dict[str, str] = {"ibv_modify_qp": "ibv_modify_qp", "ibv_destroy_qp": "i
 # enum ibv_qp_attr_mask of <infiniband/verbs.h>.
 MASK_STATE, MASK_PORT, MASK_AV, MASK_PATH_MTU = 1 << 0, 1 << 5, 1 << 7, 1 << 8
 MASK_TIMEOUT, MASK_RETRY_COUNT, MASK_PEER_QPN = 1 << 9, 1 << 10, 1 << 20
+# enum ibv_mtu.
+_MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 # enum ibv_qp_type: the only type whose packets have one peer for good.
 RC = 2
 
@@ -84,9 +86,9 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
     )
     return (
         frame.filter(pl.col("node").is_not_null())
-        # enum ibv_mtu: 1 is 256 bytes, and each step doubles.
-        .with_columns((128 * 2 ** pl.col("path_mtu").cast(pl.Int64)).alias("path_mtu"))
-        .select(pl.col(name).cast(dtype) for name, dtype in QP_EVENTS.items())
+        .with_columns(pl.col("path_mtu").replace_strict(_MTU_BYTES, default=None, return_dtype=pl.Int32))
+        # What no such attribute can be, a program's garbage, is null.
+        .select(pl.col(name).cast(dtype, strict=False) for name, dtype in QP_EVENTS.items())
         .sort("t_ns")
     )
 

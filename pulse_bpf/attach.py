@@ -61,7 +61,8 @@ class Program:
         self._bcc = bcc
         self._source = source
         self._bpf = explained(
-            lambda: bcc.BPF(text=_with_includes(source).encode(), cflags=flags), f"cannot compile {source.name}"
+            lambda: bcc.BPF(text=_with_includes(source).encode(), cflags=flags),
+            f"cannot compile {source.name}",
         )
         self._perf_fds: list[int] = []
         self._rings: list[Ring] = []
@@ -101,7 +102,10 @@ class Program:
         size_bytes = lib.bpf_table_max_entries_id(
             self._bpf.module, lib.bpf_table_id(self._bpf.module, name.encode())
         )
-        ring = Ring(self.table_fd(name), size_bytes, dtype)
+        try:
+            ring = Ring(self.table_fd(name), size_bytes, dtype)
+        except OSError as error:
+            raise HostError("cannot map a BPF ring buffer", error.strerror or "") from error
         self._rings.append(ring)
         return ring
 
@@ -149,7 +153,8 @@ class Program:
 
     def _load(self, function: str, kind: int) -> int:
         fd: int = explained(
-            lambda: self._bpf.load_func(function.encode(), kind), f"cannot load {function} of {self._source.name}"
+            lambda: self._bpf.load_func(function.encode(), kind),
+            f"cannot load {function} of {self._source.name}",
         ).fd
         return fd
 
@@ -332,10 +337,11 @@ class ProbeSet:
 
     def close(self) -> None:
         """Takes every probe off; may be called more than once."""
-        if self._lost_before_close is None:
+        try:
             self._lost_before_close = self.lost
-        for program in self._programs.values():
-            program.close()
+        finally:
+            for program in self._programs.values():
+                program.close()
 
     def _probe(self, file: MappedFile) -> ProbedFile | None:
         """Probes whatever `file` defines; None when that is nothing of interest."""
