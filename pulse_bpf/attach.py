@@ -78,11 +78,10 @@ class Program:
         name = ctypes.create_string_buffer(os.fsencode(path))
         attributes.uprobe_path = ctypes.addressof(name)
         attributes.probe_offset = offset
-        fd, said = captured_stderr(
-            lambda: self._bcc.lib.bpf_attach_perf_event_raw(program, ctypes.byref(attributes), -1, 0, -1, 0)
-        )
-        if fd < 0:
-            raise attach_error(f"cannot probe {path} at {offset:#x}", ctypes.get_errno(), said)
+        with captured_stderr() as said:
+            fd = self._bcc.lib.bpf_attach_perf_event_raw(program, ctypes.byref(attributes), -1, 0, -1, 0)
+            if fd < 0:
+                raise attach_error(f"cannot probe {path} at {offset:#x}", ctypes.get_errno(), said())
         self._perf_fds.append(fd)
 
     def load_tc(self, function: str) -> int:
@@ -186,16 +185,12 @@ def possible_cpus() -> int:
 def _import_bcc() -> Any:
     try:
         import bcc
-        import bcc.libbcc
-        import bcc.perf
     except (ImportError, OSError) as error:
         raise HostError(
             "BCC is missing",
             str(error),
             "Install python3-bpfcc (Debian, Ubuntu) or python3-bcc (Fedora, RHEL)",
         ) from error
-    bcc.lib = bcc.libbcc.lib
-    bcc.Perf = bcc.perf.Perf
     return bcc
 
 

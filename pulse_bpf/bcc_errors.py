@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import platform
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,35 +15,35 @@ from pulse_bpf.errors import AttachError, HostError
 T = TypeVar("T")
 
 
-def captured_stderr(action: Callable[[], T]) -> tuple[T, str]:
-    """What `action` returns, and what C code under it wrote to file descriptor 2 meanwhile."""
+@contextmanager
+def captured_stderr() -> Iterator[Callable[[], str]]:
+    """While it lasts, C code's writes to file descriptor 2 go where only the function it gives reads them."""
     saved = os.dup(2)
-    with tempfile.TemporaryFile() as said:
+    with os.fdopen(os.memfd_create("stderr"), "r+b") as said:
         os.dup2(said.fileno(), 2)
-        try:
-            result = action()
-        except Exception as error:
+
+        def text() -> str:
             said.seek(0)
-            error.args = (*error.args, said.read().decode(errors="replace"))
-            raise
+            return said.read().decode(errors="replace")
+
+        try:
+            yield text
         finally:
             os.dup2(saved, 2)
             os.close(saved)
-        said.seek(0)
-        return result, said.read().decode(errors="replace")
 
 
 def explained(action: Callable[[], T], what: str) -> T:
     """What `action` returns; HostError saying why BCC failed, taken from what it printed."""
-    try:
-        return captured_stderr(action)[0]
-    except Exception as error:
-        said = str(error.args[-1])
-        raise _classified(what, said) from error
+    with captured_stderr() as said:
+        try:
+            return action()
+        except Exception as error:
+            raise load_error(what, said() or str(error)) from error
 
 
-def _classified(what: str, said: str) -> HostError:
-    """The HostError for what BCC printed before it failed, with the versions that matter."""
+def load_error(what: str, said: str) -> HostError:
+    """The error for a program that BCC could not compile or load, from what it printed before it failed."""
     kernel = platform.release()
     lines = [line for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line]
@@ -63,6 +63,7 @@ def _classified(what: str, said: str) -> HostError:
 
 
 def attach_error(what: str, number: int, said: str) -> AttachError | HostError:
+    """The error for a probe that the kernel refused with errno `number`, or without one as it `said`."""
     why = os.strerror(number) if number else said.strip()
     if number in (errno.EPERM, errno.EACCES):
         paranoid = _first_line("/proc/sys/kernel/perf_event_paranoid")
