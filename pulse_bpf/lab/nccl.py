@@ -22,10 +22,7 @@ from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 
 VERSION = "2.19.3"
 _PACKAGE = f"nvidia-nccl-cu12=={VERSION}"
-_PIP_DOWNLOAD = (
-    *("-m", "pip", "download", "--quiet", "--disable-pip-version-check"),
-    *("--no-deps", "--only-binary=:all:"),
-)
+_PIP_DOWNLOAD = ("download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:")
 _IN_WHEEL = "nvidia/nccl/lib/libnccl.so.2"
 
 # Larger than the part of struct ncclComm that the entry points read before they refuse.
@@ -44,7 +41,7 @@ def library_path() -> Path:
     try:
         partial.mkdir(parents=True)
         subprocess.run(
-            [sys.executable, *_PIP_DOWNLOAD, "--dest", str(partial), _PACKAGE],
+            [sys.executable, "-m", "pip", *_PIP_DOWNLOAD, "--dest", str(partial), _PACKAGE],
             check=True,
             capture_output=True,
             text=True,
