@@ -79,6 +79,7 @@ class PacketReader:
         self._wall_offset_ns = wall_offset_ns
         self._filters = TcFilters()
         self._ring: Any = None
+        self._drained: list[NDArray[np.void]] = []
         self._held: pl.DataFrame | None = None
         self._foreign_packets = 0
         self._first_ns = self._last_ns = 0
@@ -102,6 +103,13 @@ class PacketReader:
         self._first_ns = self._last_ns = self._now_ns()
         self._running = True
 
+    def drain(self) -> None:
+        """Empties the ring buffer, which `read` then needs no more often than rows are wanted.
+
+        This is cheap, where `read` costs milliseconds however little there is.
+        """
+        self._drained.append(self._ring.read())
+
     def read(self) -> Tables:
         """Samples sorted by (flow, direction, t_ns), and events sorted by t_ns, closed since the last call.
 
@@ -109,7 +117,8 @@ class PacketReader:
         queue pair that its packet is addressed to: the one whose data was refused or that shall slow down.
         """
         now_ns = self._now_ns()
-        tables = self._tables(_frame(self._ring.read()), self._last_ns - HOLD_NS)
+        self.drain()
+        tables = self._tables(self._take(), now_ns - HOLD_NS)
         self._last_ns = now_ns
         return tables
 
@@ -120,8 +129,9 @@ class PacketReader:
             return {}
         self._running = False
         self._last_ns = self._now_ns()
-        bins = np.concatenate([self._ring.read(), self._open_bins()])
-        return self._tables(_frame(bins), self._last_ns)
+        self.drain()
+        self._drained.append(self._open_bins())
+        return self._tables(self._take(), self._last_ns)
 
     def coverage(self) -> pl.DataFrame:
         """One row per tap and direction, from start to the last read.
@@ -150,6 +160,10 @@ class PacketReader:
 
     def _now_ns(self) -> int:
         return time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._wall_offset_ns
+
+    def _take(self) -> pl.DataFrame:
+        bins, self._drained = np.concatenate(self._drained), []
+        return _frame(bins)
 
     def _map_ports(self, indexes: dict[str, int]) -> None:
         """Which (interface, hook, own address) shows which port receiving, and which shows it sending."""

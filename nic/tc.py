@@ -24,6 +24,7 @@ from pulse_bpf.errors import HostError
 
 # TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS / TC_H_MIN_EGRESS) of linux/pkt_sched.h
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
+_GUARD_TIMEOUT_S = 10
 _NAME = re.compile(r"pulse-(\d+)-(\d+)")
 
 
@@ -73,15 +74,25 @@ class TcFilters:
         return found
 
     def detach(self) -> None:
-        """Removes the filters, the qdiscs made for them and the guard; may be called more than once."""
+        """Removes the filters, the qdiscs made for them and the guard; may be called more than once.
+
+        The guard does it, as it would after a crash: it also keeps the privilege that this process may have
+        given up. Should the guard be gone, this process does it.
+        """
         if self._guard is None:
             return
-        with IPRoute() as ipr:
-            _remove(ipr, self._name, self._indexes, self._own_clsacts)
-        assert self._guard.stdin is not None
-        self._guard.stdin.close()
-        self._guard.wait()
-        self._guard = None
+        guard, self._guard = self._guard, None
+        assert guard.stdin is not None
+        try:
+            guard.stdin.close()
+            failed = guard.wait(_GUARD_TIMEOUT_S) != 0
+        except (BrokenPipeError, subprocess.TimeoutExpired):
+            guard.kill()
+            guard.wait()
+            failed = True
+        if failed:
+            with IPRoute() as ipr:
+                _remove(ipr, self._name, self._indexes, self._own_clsacts)
 
     def _start_guard(self) -> None:
         """Waits until the guard is there: from then on this process may die at any moment."""

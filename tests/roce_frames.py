@@ -72,7 +72,7 @@ class Packet:
 def count(packets: list[Packet]) -> Counter[str]:
     """What must be counted of the packets of one flow, in the order they were sent. PSNs do not wrap here."""
     counted: Counter[str] = Counter()
-    highest = {True: -1, False: -1}  # of answers to READ, which count in the peer's space, and of all else
+    seen: set[tuple[bool, int]] = set()
     for packet in packets:
         counted["packets"] += 1
         if packet.kind == "CNP":
@@ -82,11 +82,11 @@ def count(packets: list[Packet]) -> Counter[str]:
             counted["nak"] += packet.syndrome == NAK
             counted["rnr"] += packet.syndrome == RNR
         else:
-            answers = packet.kind == "READ_ONLY"
+            number = (packet.kind == "READ_ONLY", packet.psn)  # answers count in the peer's space
             is_control = packet.kind == "WRITE_ONLY" and packet.payload <= 512
             counted["ctl_packets"] += is_control
             if not is_control:
                 counted["bytes"] += packet.payload
-                counted["retx_bytes"] += packet.payload if packet.psn <= highest[answers] else 0
-            highest[answers] = max(highest[answers], packet.psn)
+                counted["retx_bytes"] += packet.payload if number in seen else 0
+            seen.add(number)
     return counted

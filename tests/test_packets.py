@@ -197,6 +197,7 @@ def test_every_queue_pair_gets_exactly_its_counts(
         for flow in sent.values():
             send(device, [packet.frame() for packet in flow])
         wait_for(lambda: reader.counters()["packets"] - before == len(packets))
+        reader.drain()
         batches.append(reader.read())
     finally:
         batches.append(reader.stop())
@@ -239,6 +240,10 @@ def test_sequence_numbers_wrap_and_a_new_life_repeats_nothing(cable: tuple[str, 
     device, _ = cable
     psns = [0xFFFFFE, 0xFFFFFF, 0, 1, 0xFFFFFF, 0, 2, 0x800000, 0x800001, 5, 6, 5]
     repeated = 3  # 0xFFFFFF and 0 after 1, and the last 5; the jumps to 0x800000 and to 5 are new lives
+    psns += [*range(1000, 6000), 2000, 5999]  # the first of these two is older than what is remembered
+    repeated += 2
+    psns += [7000, 6500, 6500, 6999]  # lost before they came here, then sent again
+    repeated += 1
     packets = [Packet("SEND_ONLY", OWN, PEER, 0x21, psn, payload=100) for psn in psns]
     program = fresh_program()
     try:
@@ -376,6 +381,19 @@ def test_a_missing_interface_is_an_error_and_leaves_nothing(program: Program, ca
     taps = [tap(device), Tap("b", "rxe2", 1, "nowhere0", "device", (PEER_GID,))]
     with pytest.raises(HostError, match="nowhere0"):
         PacketReader(taps, program, known_qps(), BIN_NS, WALL_OFFSET_NS).start()
+    assert not has_clsact(device)
+
+
+@pytest.mark.bcc
+def test_without_its_guard_the_reader_cleans_up_itself(program: Program, cable: tuple[str, str]) -> None:
+    device, _ = cable
+    reader = PacketReader([tap(device)], program, known_qps(), BIN_NS, WALL_OFFSET_NS)
+    reader.start()
+    guard = reader._filters._guard
+    assert guard is not None
+    guard.kill()
+    assert len(filter_names(device)) == 2
+    reader.stop()
     assert not has_clsact(device)
 
 

@@ -11,13 +11,16 @@
 
 #define TC_ACT_UNSPEC (-1) /* go on to the next filter */
 #define ROCE_UDP_PORT 4791
-#define CTS_MAX_BYTES                                                                                        \
-    512 /* at most this long, a write without immediate is taken for NCCL's clear-to-send                    \
-         */
-#define PSN_MASK 0xffffff
-/* A PSN further behind than this is not a repeat but a new life of a reused QP number, which starts anywhere.
+/* At most this long, a write without immediate is taken for NCCL's clear-to-send. */
+#define CTS_MAX_BYTES 512
+/* Packet sequence numbers have 24 bits; which were seen is remembered in blocks of 64, the latest PSN_BLOCKS.
  */
-#define PSN_WINDOW 65536
+#define PSN_MASK 0xffffff
+#define PSN_BLOCKS 32
+#define PSN_BLOCK_MASK (PSN_MASK / 64)
+/* Further behind than this many blocks it is no repeat, but a new life of a reused QP number starting
+ * anywhere. */
+#define PSN_REPEAT_BLOCKS 1024
 
 enum { ETHERTYPE_IPV4 = 0x0800, ETHERTYPE_IPV6 = 0x86dd, ETHERTYPE_VLAN = 0x8100, ETHERTYPE_QINQ = 0x88a8 };
 
@@ -63,14 +66,25 @@ struct open_bin {
     struct roce_counts counts;
 };
 
-/* Next PSN expected; requests and READ responses of one flow count in the spaces of opposite directions. */
-struct expected {
-    u32 request, response;
-    u8 has_request, has_response;
+/* Requests and READ responses of one flow are numbered in the spaces of opposite directions. */
+struct psn_space {
+    struct roce_flow flow;
+    u32 responses;
+};
+
+struct psn_block {
+    u64 seen; /* one bit for each PSN of the block; none is set in a block never used */
+    u32 number;
+    u32 reserved;
+};
+
+struct psn_history {
+    struct psn_block blocks[PSN_BLOCKS];
 };
 
 BPF_TABLE("percpu_hash", struct roce_flow, struct open_bin, open_bins, MAX_FLOWS);
-BPF_TABLE("hash", struct roce_flow, struct expected, next_psns, MAX_FLOWS);
+BPF_TABLE("hash", struct psn_space, struct psn_history, psn_histories, MAX_FLOWS);
+BPF_ARRAY(blank_history, struct psn_history, 1); /* too large for the stack */
 BPF_PERCPU_ARRAY(totals, u64, ROCE_TOTALS);
 BPF_RINGBUF_OUTPUT(closed_bins, 1024); /* pages */
 
@@ -108,29 +122,36 @@ static inline u32 extended_header_bytes(u8 opcode) {
     }
 }
 
-/* Whether `psn` was passed before; else moves `next` behind it. */
-static inline int is_repeat(u32 psn, u32 *next, u8 *known) {
-    u32 behind = (*next - psn) & PSN_MASK;
-    if (*known && behind >= 1 && behind <= PSN_WINDOW)
-        return 1;
-    *next = (psn + 1) & PSN_MASK;
-    *known = 1;
-    return 0;
-}
+/* Whether a request or response with this PSN has passed here before.
+ * What was lost on its way here is no repeat when it comes again, so bytes less repeats are what the sender
+ * had to send. A reused QP number that starts close behind its former life's numbers looks like repeats. */
+static inline int is_repeat(struct roce_flow *flow, u8 opcode, u32 psn) {
+    struct psn_space space = {};
+    u32 first = 0, number = psn / 64;
+    u64 bit = 1ULL << psn % 64;
 
-/* A READ request uses one PSN per packet of its answer, which shows as a jump ahead and is no repeat. */
-static inline int is_repeated(struct roce_flow *flow, u8 opcode, u32 psn) {
-    struct expected *expected = next_psns.lookup(flow);
-    if (!expected) {
-        struct expected none = {};
-        next_psns.insert(flow, &none);
-        expected = next_psns.lookup(flow);
-        if (!expected)
+    space.flow = *flow;
+    space.responses = opcode >= READ_FIRST && opcode <= READ_ONLY;
+    struct psn_history *history = psn_histories.lookup(&space);
+    if (!history) {
+        struct psn_history *blank = blank_history.lookup(&first);
+        if (blank)
+            psn_histories.insert(&space, blank);
+        history = psn_histories.lookup(&space);
+        if (!history)
             return 0;
     }
-    if (opcode >= READ_FIRST && opcode <= READ_ONLY)
-        return is_repeat(psn, &expected->response, &expected->has_response);
-    return is_repeat(psn, &expected->request, &expected->has_request);
+    struct psn_block *block = &history->blocks[number % PSN_BLOCKS];
+    if (block->seen && block->number != number &&
+        ((block->number - number) & PSN_BLOCK_MASK) <= PSN_REPEAT_BLOCKS)
+        return 1; /* older than what is remembered */
+    if (block->number != number) {
+        block->number = number;
+        block->seen = 0;
+    }
+    int repeated = (block->seen & bit) != 0;
+    block->seen |= bit;
+    return repeated;
 }
 
 /* The bin that is open now for `flow` on this CPU, an earlier one having been handed to user space. */
@@ -196,7 +217,7 @@ static inline void count(struct __sk_buff *skb, u32 offset, struct roce_flow *fl
         counts->naks += kind == 3;
         return;
     }
-    int repeated = is_repeated(flow, opcode, psn);
+    int repeated = is_repeat(flow, opcode, psn);
     if (opcode == WRITE_ONLY && bpf_ntohl(direct_bytes) <= CTS_MAX_BYTES) {
         counts->ctl_packets += 1;
         return;

@@ -13,7 +13,7 @@ struct roce_flow {
 
 struct roce_counts {
     u64 bytes;       /* payload of the messages, repeats included; no headers, padding or checksum */
-    u64 retx_bytes;  /* the part of it that was sent before */
+    u64 retx_bytes;  /* the part of it that had passed before */
     u32 packets;     /* every packet, those below included */
     u32 ctl_packets; /* clear-to-send writes, not in bytes */
     u32 ack_packets;
