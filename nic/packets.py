@@ -161,9 +161,9 @@ class PacketReader:
     def _now_ns(self) -> int:
         return time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._wall_offset_ns
 
-    def _take(self) -> pl.DataFrame:
+    def _take(self) -> NDArray[np.void]:
         bins, self._drained = np.concatenate(self._drained), []
-        return _frame(bins)
+        return bins
 
     def _map_ports(self, indexes: dict[str, int]) -> None:
         """Which (interface, hook, own address) shows which port receiving, and which shows it sending."""
@@ -185,10 +185,13 @@ class PacketReader:
         bins["flow"], bins["cpu"] = flows[flow], cpu
         return bins
 
-    def _tables(self, bins: pl.DataFrame, give_up_ns: int) -> Tables:
-        """The tables of `bins`; counts older than `give_up_ns` wait no longer for their queue pair."""
+    def _tables(self, raw: NDArray[np.void], give_up_ns: int) -> Tables:
+        """The tables of bins as the kernel hands them out; counts older than `give_up_ns` wait no longer for
+        their queue pair."""
         start_ns = pl.col("start_ns").cast(I64) + self._wall_offset_ns
-        bins = bins.with_columns(start_ns.alias("t_ns"), (start_ns + self._bin_ns - 1).alias("last_ns"))
+        bins = _frame(raw).with_columns(
+            start_ns.alias("t_ns"), (start_ns + self._bin_ns - 1).alias("last_ns")
+        )
         rx = _at_ports(bins, self._receiving, "target", "inner")
         tx = _at_ports(bins, self._sending, "source", "inner")
         foreign = _at_ports(bins, self._receiving, "target", "anti")

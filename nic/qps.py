@@ -84,7 +84,7 @@ class QpTable:
         self._only_port = {nic: found[0] for nic, found in ports.iter_rows() if len(found) == 1}
         self._lives: dict[tuple[str, int], list[_Life]] = {}
         self._listed_ns: int | None = None
-        self._lookup: pl.DataFrame | None = None
+        self._cached_lookups: tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame] | None = None
 
     def observe_uprobe(self, frame: pl.DataFrame) -> None:
         """Merges calls of ibv_modify_qp and ibv_destroy_qp.
@@ -93,7 +93,7 @@ class QpTable:
         ibv_qp_state), t_ns i64 (wall), service_level, path_mtu, retry_count, timeout i32?, destroyed bool.
         A port that is not given is the only one of its device; of a device with several, the first.
         """
-        self._lookup = None
+        self._cached_lookups = None
         for seen in frame.sort("t_ns").iter_rows(named=True):
             key, t_ns, inits = (seen["nic"], seen["qpn"]), seen["t_ns"], seen["state"] == _INIT
             if seen["destroyed"]:
@@ -119,7 +119,7 @@ class QpTable:
         not for a new one; should the same process have reused its number for the same peer unseen, both lives
         count as one. Devices that are not recorded are skipped.
         """
-        self._lookup = None
+        self._cached_lookups = None
         present = set()
         for seen in frame.iter_rows(named=True):
             key = (seen["nic"], seen["qpn"])
@@ -148,60 +148,41 @@ class QpTable:
             if life is None:
                 life = self._begin("capture", seen, 0, None)
             if life.gone_ns is None and life.seen_peer_gid is None:
-                self._lookup = None
+                self._cached_lookups = None
                 life.seen_peer_gid = seen["peer_gid"]
                 life.local_gid = seen["local_gid"]
 
-    def resolve_tx(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """`frame` sorted by last_ns, with the local `qpn` and its `flow` that sent to (peer_gid, peer_qpn).
+    def resolve_tx(self, sent: pl.DataFrame) -> pl.DataFrame:
+        """`sent` sorted by last_ns, with the local `qpn` and its `flow` that sent to (peer_gid, peer_qpn).
 
         Columns needed: nic, peer_gid str, peer_qpn u32, last_ns i64 (the last moment of the bin). The answer is
         the latest life begun by then with that very peer. If the peer's GID of none is known to be that, it is the
-        only living one with this peer QPN whose peer GID is unknown: right as long as all queue pairs of the device are
-        listed; those made past the verbs library are not, and could be mistaken for it. Else both are null.
+        only living one with this peer QPN whose peer GID is unknown: right as long as all queue pairs of the device
+        are listed; those made past the verbs library are not, and could be mistaken for it. Else both are null.
         """
-        lives = self._life_frame().filter(pl.col("peer_qpn").is_not_null())
+        _, known, only = self._lookups()
         peer = ["nic", "peer_gid", "peer_qpn"]
-        # Two lives begun at once with one peer: at least one is stale, and which one cannot be told.
-        one_or_null = [
-            pl.when(pl.len() == 1).then(pl.col(name).first()).alias(name) for name in ("qpn", "flow")
-        ]
-        known = (
-            lives.filter(pl.col("peer_gid").is_not_null())
-            .group_by(*peer, "from_ns")
-            .agg(*one_or_null)
-            .with_columns(is_known=True)
-            .sort("from_ns")
-        )
-        unknown = lives.filter(pl.col("peer_gid").is_null() & pl.col("gone_ns").is_null())
-        only = unknown.unique(["nic", "peer_qpn"], keep="none").select("nic", "peer_qpn", "qpn", "flow")
         fall_back = pl.col("is_known").is_null()
         return (
-            frame.sort("last_ns")
+            sent.sort("last_ns")
             .join_asof(known, left_on="last_ns", right_on="from_ns", by=peer, check_sortedness=False)
             .join(only, on=["nic", "peer_qpn"], how="left", suffix="_only", maintain_order="left")
             .with_columns(
                 pl.when(fall_back).then(f"{name}_only").otherwise(name).alias(name)
                 for name in ("qpn", "flow")
             )
-            .drop("from_ns", "is_known", "qpn_only", "flow_only", strict=False)
+            .drop("from_ns", "is_known", "qpn_only", "flow_only")
         )
 
-    def flows(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """`frame` sorted by last_ns, with the `flow` of each (nic, qpn) at last_ns (the last moment of the bin)."""
-        lives = self._life_frame().select(
-            "nic", "qpn", "flow", pl.when("first").then(0).otherwise("from_ns").alias("from_ns")
-        )
+    def flows(self, received: pl.DataFrame) -> pl.DataFrame:
+        """`received` sorted by last_ns, with the `flow` of each (nic, qpn) at last_ns, the last moment of its bin."""
+        begun, _, _ = self._lookups()
         return (
-            frame.sort("last_ns")
+            received.sort("last_ns")
             .join_asof(
-                lives.sort("from_ns"),
-                left_on="last_ns",
-                right_on="from_ns",
-                by=["nic", "qpn"],
-                check_sortedness=False,
+                begun, left_on="last_ns", right_on="from_ns", by=["nic", "qpn"], check_sortedness=False
             )
-            .drop("from_ns", strict=False)
+            .drop("from_ns")
         )
 
     def frame(self) -> pl.DataFrame:
@@ -259,8 +240,9 @@ class QpTable:
         if life is not None:
             life.gone_ns = t_ns if life.gone_ns is None else min(life.gone_ns, t_ns)
 
-    def _life_frame(self) -> pl.DataFrame:
-        if self._lookup is None:
+    def _lookups(self) -> tuple[pl.DataFrame, pl.DataFrame, pl.DataFrame]:
+        """Lives by (nic, qpn), by the peer they are known to have, and by peer QPN where only that is known."""
+        if self._cached_lookups is None:
             rows = [
                 (
                     life.nic,
@@ -274,5 +256,23 @@ class QpTable:
                 )
                 for life in self._all()
             ]
-            self._lookup = pl.DataFrame(rows, schema=_LIVES, orient="row")
-        return self._lookup
+            lives = pl.DataFrame(rows, schema=_LIVES, orient="row").sort("from_ns")
+            # What is older than the first life known belongs to it.
+            begun = lives.select(
+                "nic", "qpn", "flow", pl.when("first").then(0).otherwise("from_ns").alias("from_ns")
+            )
+            connected = lives.filter(pl.col("peer_qpn").is_not_null())
+            # Two lives begun at once with one peer: at least one is stale, and which one cannot be told.
+            one_or_null = [
+                pl.when(pl.len() == 1).then(pl.col(name).first()).alias(name) for name in ("qpn", "flow")
+            ]
+            known = (
+                connected.filter(pl.col("peer_gid").is_not_null())
+                .group_by("nic", "peer_gid", "peer_qpn", "from_ns")
+                .agg(*one_or_null)
+                .with_columns(is_known=True)
+            )
+            unknown = connected.filter(pl.col("peer_gid").is_null() & pl.col("gone_ns").is_null())
+            only = unknown.unique(["nic", "peer_qpn"], keep="none").select("nic", "peer_qpn", "qpn", "flow")
+            self._cached_lookups = begun.sort("from_ns"), known.sort("from_ns"), only
+        return self._cached_lookups

@@ -11,7 +11,7 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 from pulse_bpf.nic import Tap
-from pulse_bpf.nic.packets import BIN, COUNT_COLUMNS, PacketReader, _frame
+from pulse_bpf.nic.packets import BIN, COUNT_COLUMNS, PacketReader
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.probes.verbs import QP_EVENTS
 
@@ -93,8 +93,8 @@ def known_qps() -> QpTable:
 def test_tables_account_for_every_packet_of_a_port(batches: list[list[dict[str, Any]]]) -> None:
     reader = PacketReader(TAPS, None, known_qps(), BIN_NS, OFFSET_NS)  # type: ignore[arg-type]
     reader._map_ports(IFINDEX)
-    tables = [reader._tables(_frame(pack(batch)), 0) for batch in batches]
-    tables.append(reader._tables(_frame(pack([])), 2 * OFFSET_NS))
+    tables = [reader._tables(pack(batch), 0) for batch in batches]
+    tables.append(reader._tables(pack([]), 2 * OFFSET_NS))
 
     samples: Counter[tuple[Any, ...]] = Counter()
     events: Counter[tuple[Any, ...]] = Counter()
