@@ -385,6 +385,17 @@ def test_a_missing_interface_is_an_error_and_leaves_nothing(program: Program, ca
 
 
 @pytest.mark.bcc
+def test_an_interface_may_vanish_while_it_is_watched(program: Program) -> None:
+    device, switch = f"pv{os.getpid()}", f"pw{os.getpid()}"
+    with IPRoute() as ipr:
+        ipr.link("add", ifname=device, kind="veth", peer={"ifname": switch})
+        reader = PacketReader([tap(device)], program, known_qps(), BIN_NS, WALL_OFFSET_NS)
+        reader.start()
+        ipr.link("del", ifname=device)
+    assert reader.stop()["samples"].is_empty()
+
+
+@pytest.mark.bcc
 def test_without_its_guard_the_reader_cleans_up_itself(program: Program, cable: tuple[str, str]) -> None:
     device, _ = cable
     reader = PacketReader([tap(device)], program, known_qps(), BIN_NS, WALL_OFFSET_NS)
