@@ -137,6 +137,46 @@ def test_an_attach_in_mid_run_continues_the_numbers_over_reads(library: Path) ->
             assert calls["seq"].to_list() == list(range(calls.height))
 
 
+GROUPS = """
+import sys
+from pathlib import Path
+from pulse_bpf.lab.nccl import NcclLibrary
+library = NcclLibrary(Path(sys.argv[1]))
+comm = library.communicator(rank=1, nranks=4, comm_hash=5, gpu=1)
+library.group_start()
+library.group_start()
+print("ready", flush=True)
+sys.stdin.readline()
+steps = {
+    "(": library.group_start,
+    ")": library.group_end,
+    "d": lambda: library.destroy(comm),
+    "s": lambda: library.send(comm, 1, 7, peer=0),
+}
+for step in "s)s)s(s(s)s)s(s)sdds":
+    steps[step]()
+print("done", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.bcc
+def test_groups_are_outermost_and_a_destroyed_communicator_is_gone(library: Path) -> None:
+    with running([sys.executable, "-c", GROUPS, library]) as target, probing(target.pid) as probes:
+        probes.add(target.pid)
+        assert target.act() == "done"
+        ops = probes.read()["ops"]
+        groups = ops["group"].to_list()
+        first, second = groups[3], groups[7]
+        assert len({None, first, second}) == 3
+        # The group that was open when the probes came is none.
+        assert groups == [None, None, None, first, first, first, None, second, None, None]
+        assert ops["seq"].to_list() == [*range(9), 0]
+        gone_ns = probes.state()["comms"]["gone_ns"].to_list()
+        assert ops["call_ns"][8] < gone_ns[0] < ops["call_ns"][9]
+        assert gone_ns[1:] == [None]
+
+
 @pytest.mark.bcc
 def test_only_processes_that_were_added_are_recorded(library: Path) -> None:
     with calling(library, 3) as one, calling(library, 3) as other, probing(one.pid, other.pid) as probes:

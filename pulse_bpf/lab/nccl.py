@@ -127,6 +127,9 @@ class NcclLibrary:
     def group_end(self) -> int:
         return int(self._library.ncclGroupEnd())
 
+    def destroy(self, comm: FakeCommunicator) -> int:
+        return int(self._library.ncclCommDestroy(ctypes.c_void_p(comm.address)))
+
     def _call(
         self, function: str, buffers: int, comm: FakeCommunicator, count: int, dtype: int, *numbers: int
     ) -> int:
