@@ -93,29 +93,23 @@ class Recording:
         started = rotated = time.monotonic()
         self._store([])
         console.print(f"attached to {len(self._pids)} processes; Ctrl-C ends the recording", highlight=False)
-        pending: list[Tables] = []
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
-                pending.append(self._probes.read())
                 if self._reader:
-                    pending.append(self._reader.read())
+                    self._reader.drain()
                 if time.monotonic() - rotated < ROTATE_S:
                     continue
                 rotated = time.monotonic()
                 self._observe_queue_pairs()
-                self._store(pending)
-                pending.clear()
+                self._store([self._probes.read(), self._reader.read() if self._reader else {}])
                 status.update(self._progress(rotated - started))
                 if not any(Path(f"/proc/{pid}").exists() for pid in self._pids):
                     self.outcome.warnings.append("every recorded process ended, and the recording with them")
                     break
         self.outcome.seconds = time.monotonic() - started
-        pending.append(self._probes.read())
-        if self._reader:
-            self._observe_queue_pairs()
-            pending.append(self._reader.stop())
-        self._store(pending)
+        self._observe_queue_pairs()
+        self._store([self._probes.read(), self._reader.stop() if self._reader else {}])
         self._writer.close()
 
     def _attach(self, hosts: Sequence[Host]) -> list[int]:
@@ -183,6 +177,7 @@ class Recording:
             sources,
             {
                 "probes": self._probes.summary(),
+                "packets": self._reader.counters() if self._reader else {},
                 "lost": self.outcome.lost,
                 "warnings": self.outcome.warnings,
             },
@@ -205,7 +200,8 @@ class Recording:
         if not self._reader:
             return calls
         packets = self._reader.coverage()
-        self.outcome.lost += sum(packets["lost"].unique())
+        # Every row carries the loss of the whole reader.
+        self.outcome.lost += packets["lost"][0]
         return pl.concat([calls, packets])
 
     def _progress(self, elapsed_s: float) -> str:

@@ -6,19 +6,15 @@ venv=$1
 cd "$(dirname "$0")/.."
 
 # bcc and pyverbs come from the distribution (PyPI's pyverbs does not fit its libibverbs), hence
-# --system-site-packages below. qemu, busybox and kmod boot the lab where this kernel has no soft-RoCE.
+# --system-site-packages below. qemu and kmod boot the lab where this kernel has no soft-RoCE.
 packages="python3 python3-venv python3-bpfcc python3-pyverbs rdma-core ibverbs-providers libibverbs-dev
-gcc libc6-dev iproute2 kmod qemu-system-x86 busybox xz-utils"
+gcc libc6-dev iproute2 kmod qemu-system-x86 xz-utils"
 [ "$(uname -m)" = x86_64 ] || packages=$(echo "$packages" | sed 's/qemu-system-x86/qemu-system-arm/')
 
 missing=
 for package in $packages; do
     dpkg-query -W -f '${db:Status-Status}\n' "$package" 2>/dev/null | grep -qx installed || missing="$missing $package"
 done
-# Ubuntu's busybox-static conflicts with busybox and serves as well.
-if dpkg-query -W -f '${db:Status-Status}\n' busybox-static 2>/dev/null | grep -qx installed; then
-    missing=$(echo " $missing " | sed 's/ busybox / /')
-fi
 missing=$(echo "$missing" | xargs)
 if [ -n "$missing" ]; then
     if [ "$(id -u)" != 0 ]; then

@@ -70,7 +70,9 @@ def up(hosts: int) -> dict[str, str]:
                 shape(host, TOTAL_RATE_BYTES // hosts)
     except NetlinkError as error:
         down(before)
-        raise HostError("cannot make the lab's network", str(error), "It needs root, veth, bridge and tbf") from error
+        raise HostError(
+            "cannot make the lab's network", str(error), "It needs root, veth, bridge and tbf"
+        ) from error
     for host in range(1, hosts + 1):
         _add_rdma_device(host, before)
     return before

@@ -100,7 +100,9 @@ def _boot(command: Sequence[str], timeout_s: float) -> None:
 
 def _machine() -> list[str]:
     # A writable /dev/kvm proves nothing: without vmx or svm it may only run specially built guests.
-    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0]))
+    flags = set(
+        re.findall(r"\w+", Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0])
+    )
     if flags & {"vmx", "svm"} and os.access("/dev/kvm", os.W_OK):
         accelerator, cpu = "kvm", "host"
     else:
@@ -137,7 +139,11 @@ def _kernel() -> Kernel:
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE, suffix=".tmp") as temporary:
         root = Path(temporary) / "root"
-        for package in (image_package, *(name.format(release) for name in _MODULE_PACKAGES), "busybox-static"):
+        for package in (
+            image_package,
+            *(name.format(release) for name in _MODULE_PACKAGES),
+            "busybox-static",
+        ):
             _download_and_unpack(package, root, optional=package.startswith("linux-modules"))
         if (root / "usr/lib/modules").exists() and not (root / "lib").exists():
             (root / "lib").symlink_to("usr/lib")
@@ -182,7 +188,9 @@ def _make_initrd(kernel: Kernel, target: Path) -> None:
             (tree / name).mkdir()
         shutil.copy(busybox, tree / "bin/busybox")
         for module in _BOOT_MODULES:
-            shown = _checked("modprobe", "-d", str(kernel.root), "-S", kernel.release, "--show-depends", module)
+            shown = _checked(
+                "modprobe", "-d", str(kernel.root), "-S", kernel.release, "--show-depends", module
+            )
             for line in shown.splitlines():
                 if line.startswith("insmod"):
                     name = _copy_module(Path(line.split()[1]), tree)
@@ -209,6 +217,8 @@ def _checked(*command: str) -> str:
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except FileNotFoundError as error:
-        raise HostError(f"{command[0]} is missing", "", f"Install the package that has it: {command[0]}") from error
+        raise HostError(
+            f"{command[0]} is missing", "", f"Install the package that has it: {command[0]}"
+        ) from error
     except subprocess.CalledProcessError as error:
         raise HostError(f"{shlex.join(command)} failed", error.stderr.strip()[-300:]) from error
