@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulse_bpf.elf import Elf
-from pulse_bpf.errors import AttachError
+from pulse_bpf.errors import AttachError, HostError, PulseError
 
 PROC = Path("/proc")
 # What makes a file an NCCL, whatever it is called.
@@ -58,7 +58,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
         exe = _read_link(directory / "exe")
         cgroup = (directory / "cgroup").read_text() if (directory / "cgroup").exists() else ""
     except OSError as error:
-        raise AttachError(f"process {pid} cannot be observed", _gone_or(error)) from error
+        raise _unreadable(pid, error) from error
     if leader != pid:
         raise AttachError(f"{pid} is no process", f"it is a thread of process {leader}")
     container = _CONTAINER.search(cgroup)
@@ -91,7 +91,7 @@ def mapped_files(pid: int, proc: Path = PROC) -> list[MappedFile]:
     try:
         maps = (proc / str(pid) / "maps").read_text(errors="replace")
     except OSError as error:
-        raise AttachError(f"process {pid} cannot be observed", _gone_or(error)) from error
+        raise _unreadable(pid, error) from error
     if not maps:
         raise AttachError(
             f"process {pid} cannot be observed", "it has no memory: it has just ended, or is the kernel's"
@@ -157,7 +157,11 @@ def _read_link(path: Path) -> str:
         return ""
 
 
-def _gone_or(error: OSError) -> str:
+def _unreadable(pid: int, error: OSError) -> PulseError:
+    """Why nothing can be read of process `pid`: not allowed, ended, or something else."""
+    what = f"process {pid} cannot be observed"
+    if isinstance(error, PermissionError):
+        return HostError(what, "not permitted", "Run as root, or with CAP_SYS_PTRACE")
     if isinstance(error, (FileNotFoundError, ProcessLookupError)):
-        return "it has ended, or never was"
-    return error.strerror or str(error)
+        return AttachError(what, "it has ended, or never was")
+    return AttachError(what, error.strerror or str(error))
