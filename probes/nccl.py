@@ -128,11 +128,12 @@ class NcclDecoder:
         is_carried = pl.col("calls").is_not_null()
         is_end = pl.col("kind") == COMM_GONE
         identity = pl.when(pl.col("comm_hash").is_not_null()).then(pl.struct(_IDENTITY).hash())
+        reused = (~is_end & (pl.col("previous") == COMM_GONE)).fill_null(False)
         begins = (
             (pl.col("previous").is_null() & ~is_carried)
-            | (~is_end & (pl.col("previous") == COMM_GONE))
-            | (pl.col("identity") != pl.col("previous_identity"))
-        ).fill_null(False)
+            | pl.col("reused")
+            | (pl.col("identity") != pl.col("previous_identity")).fill_null(False)
+        )
         earlier_lives = (pl.col("life").first().over(_COMM) + 1).fill_null(0)
         life = pl.col("begins").cum_sum().over(_COMM).cast(pl.Int64) + earlier_lives - 1
         earlier_calls = pl.col("calls").first().over(*_COMM, "life").fill_null(0)
@@ -140,8 +141,10 @@ class NcclDecoder:
         return (
             pl.concat([carried, calls], how="diagonal")
             .with_columns(identity.alias("identity"), pl.col("kind").shift(1).over(_COMM).alias("previous"))
+            .with_columns(reused.alias("reused"))
+            .with_columns(pl.col("reused").cum_sum().over(_COMM).alias("use"))
             .with_columns(
-                pl.col("identity").forward_fill().shift(1).over(_COMM).alias("previous_identity"),
+                pl.col("identity").forward_fill().shift(1).over(*_COMM, "use").alias("previous_identity")
             )
             .with_columns(begins.alias("begins"))
             .with_columns(life.alias("life"))

@@ -113,6 +113,15 @@ def test_a_call_after_the_end_begins_a_new_communicator() -> None:
     assert comms.rows() == [(1, 3), (5, None)]
 
 
+def test_a_reused_address_has_forgotten_the_identity_before_in_one_batch_or_two() -> None:
+    ends = event(COMM_GONE, **known(comm_hash=1))
+    reused = [event(0), event(0, **known(comm_hash=2))]
+    one, two = (NcclDecoder(NODES, WALL_OFFSET_NS) for _ in range(2))
+    assert one.ops(batch(ends, *reused))["seq"].to_list() == [0, 1]
+    two.ops(batch(ends))
+    assert two.ops(batch(*reused))["seq"].to_list() == [0, 1]
+
+
 def test_another_identity_at_the_same_address_is_another_communicator() -> None:
     decoder = NcclDecoder(NODES, WALL_OFFSET_NS)
     frame = decoder.ops(batch(*(event(0, **known(comm_hash=value)) for value in (1, 1, 2, 2, 2))))
@@ -204,9 +213,12 @@ class SlowDecoder:
         identity = tuple(call[name] for name in ("comm_hash", "rank", "nranks", "gpu"))
         comm_hash, rank, nranks, gpu = identity
         is_known = comm_hash != 0 and 0 <= rank < nranks <= 1 << 20 and 0 <= gpu < 64
-        changed = is_known and self.identity.get(key, identity) != identity
-        if changed or (key in self.gone and call["kind"] != COMM_GONE):
-            self.calls[key] = 0
+        if key in self.gone and call["kind"] != COMM_GONE:
+            self.calls.pop(key, None)
+            self.identity.pop(key, None)
+            self.gone.discard(key)
+        if is_known and self.identity.get(key, identity) != identity:
+            self.calls.pop(key, None)
             self.gone.discard(key)
         if is_known:
             self.identity[key] = identity
