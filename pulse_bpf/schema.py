@@ -15,9 +15,14 @@ FORMAT_VERSION = 1
 STR, I32, I64, U8, U32, U64 = pl.String, pl.Int32, pl.Int64, pl.UInt8, pl.UInt32, pl.UInt64
 F64, BOOL = pl.Float64, pl.Boolean
 
-NODES = pl.Schema({"node": STR, "clock_source": STR, "clock_error_ns": I64, "boot_id": STR, "kernel": STR})
-CLOCKS = pl.Schema({"node": STR, "domain": STR, "raw": I64, "wall_ns": I64, "error_ns": I64})
-NICS = pl.Schema(
+
+def _schema(columns: dict[str, pl.DataType | type[pl.DataType]]) -> pl.Schema:
+    return pl.Schema(columns)
+
+
+NODES = _schema({"node": STR, "clock_source": STR, "clock_error_ns": I64, "boot_id": STR, "kernel": STR})
+CLOCKS = _schema({"node": STR, "domain": STR, "raw": I64, "wall_ns": I64, "error_ns": I64})
+NICS = _schema(
     {
         "node": STR,
         "nic": STR,
@@ -30,13 +35,11 @@ NICS = pl.Schema(
         "pci": STR,
     }
 )
-PROCESSES = pl.Schema(
+PROCESSES = _schema(
     {"node": STR, "pid": I64, "start_ns": I64, "gone_ns": I64, "exe": STR, "container": STR, "job": STR}
 )
-LIBRARIES = pl.Schema(
-    {"node": STR, "pid": I64, "path": STR, "build_id": STR, "version": STR, "transport": STR}
-)
-COMMS = pl.Schema(
+LIBRARIES = _schema({"node": STR, "pid": I64, "path": STR, "build_id": STR, "version": STR, "transport": STR})
+COMMS = _schema(
     {
         "node": STR,
         "pid": I64,
@@ -53,7 +56,7 @@ COMMS = pl.Schema(
         "ambiguous": BOOL,
     }
 )
-CHANNELS = pl.Schema(
+CHANNELS = _schema(
     {
         "comm_id": STR,
         "rank": I32,
@@ -64,7 +67,7 @@ CHANNELS = pl.Schema(
         "tree_down": pl.List(I32),
     }
 )
-OPS = pl.Schema(
+OPS = _schema(
     {
         "node": STR,
         "pid": I64,
@@ -90,7 +93,7 @@ OPS = pl.Schema(
         "origin": STR,
     }
 )
-QPS = pl.Schema(
+QPS = _schema(
     {
         "node": STR,
         "nic": STR,
@@ -112,7 +115,7 @@ QPS = pl.Schema(
         "origin": STR,
     }
 )
-SAMPLES = pl.Schema(
+SAMPLES = _schema(
     {
         "node": STR,
         "nic": STR,
@@ -130,7 +133,7 @@ SAMPLES = pl.Schema(
         "ack_packets": U32,
     }
 )
-PORT_SAMPLES = pl.Schema(
+PORT_SAMPLES = _schema(
     {
         "node": STR,
         "nic": STR,
@@ -143,7 +146,7 @@ PORT_SAMPLES = pl.Schema(
         "packets": U32,
     }
 )
-COVERAGE = pl.Schema(
+COVERAGE = _schema(
     {
         "node": STR,
         "source": STR,
@@ -155,8 +158,8 @@ COVERAGE = pl.Schema(
         "lost": U64,
     }
 )
-EVENTS = pl.Schema({"node": STR, "nic": STR, "port": U8, "qpn": U32, "t_ns": I64, "kind": STR, "value": U64})
-PORT_COUNTERS = pl.Schema(
+EVENTS = _schema({"node": STR, "nic": STR, "port": U8, "qpn": U32, "t_ns": I64, "kind": STR, "value": U64})
+PORT_COUNTERS = _schema(
     {
         "node": STR,
         "nic": STR,
@@ -170,7 +173,7 @@ PORT_COUNTERS = pl.Schema(
 )
 
 # Derived by the analysis; one row per (operator, flows to one peer, direction).
-OPERATORS = pl.Schema(
+OPERATORS = _schema(
     {
         "node": STR,
         "nic": STR,

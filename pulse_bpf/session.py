@@ -185,18 +185,10 @@ class Recording:
 
     def _coverage(self) -> pl.DataFrame:
         """What the readers covered, and the calls: one row per node for source "uprobe", without a NIC."""
-        calls = pl.DataFrame({"node": self._nodes}).select(
-            "node",
-            pl.lit("uprobe").alias("source"),
-            pl.lit(None).alias("nic"),
-            pl.lit(None).alias("port"),
-            pl.lit(None).alias("direction"),
-            pl.lit(self._started_ns).alias("first_ns"),
-            pl.lit(time.time_ns()).alias("last_ns"),
-            pl.lit(self._probes.lost).alias("lost"),
-        )
-        calls = calls.cast(dict(COVERAGE))
-        self.outcome.lost = self._probes.lost
+        now_ns, lost = time.time_ns(), self._probes.lost
+        rows = [(node, "uprobe", None, None, None, self._started_ns, now_ns, lost) for node in self._nodes]
+        calls = pl.DataFrame(rows, schema=COVERAGE, orient="row")
+        self.outcome.lost = lost
         if not self._reader:
             return calls
         packets = self._reader.coverage()

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class RecordingWriter:
         self._write(self.root / f"{table}.parquet", frame)
         self._current[table] = frame
 
-    def manifest(self, sources: list[Mapping[str, Any]], extra: Mapping[str, Any]) -> None:
+    def manifest(self, sources: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> None:
         """The manifest as of now; `extra` holds further top-level keys."""
         content = {
             "format": FORMAT,

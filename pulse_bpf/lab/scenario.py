@@ -114,6 +114,9 @@ def _run_one(lab: job.Lab, name: str, plan: Plan, index: int) -> int:
             faults.append(fault.truth(host))
             fault.inject(lab, host)
         status = recorder.wait(plan.seconds + _AROUND_RUN_S)
+        if not (fault and fault.stops):
+            # The job goes on after Pulse has left.
+            job.wait_for_steps(lab, 1, _STEP_TIMEOUT_S)
         rate = (min(job.steps(lab)) - before) / (time.monotonic() - began)
     finally:
         recorder.kill()
