@@ -237,6 +237,7 @@ class ProbeSet:
         self._programs: dict[tuple[str, int], Program] = {}
         self._nccl_rings: list[Ring] = []
         self._verbs_rings: list[Ring] = []
+        self._drained: list[NDArray[np.void]] = []
         self._files: dict[tuple[int, int], ProbedFile | None] = {}
         self._paths: dict[tuple[int, int], str] = {}
         self._processes: dict[int, Process] = {}
@@ -276,9 +277,16 @@ class ProbeSet:
             for watched in self._processes.keys() - self._gone_ns.keys():
                 program.set_hash("watched", watched.to_bytes(4, "little"), b"\1")
 
+    def drain(self) -> None:
+        """Empties the ring buffers of calls, which `read` then needs no more often than rows are wanted."""
+        self._drained.append(_read_all(self._nccl_rings, NCCL_EVENT))
+
     def read(self) -> Tables:
         """The operators called since the last read, as rows of `ops`."""
-        return {"ops": self._decoder.ops(_read_all(self._nccl_rings, NCCL_EVENT))}
+        self.drain()
+        events = np.concatenate(self._drained)
+        self._drained.clear()
+        return {"ops": self._decoder.ops(events)}
 
     def qp_events(self) -> pl.DataFrame:
         """What processes did to their queue pairs since the last call, in the columns of verbs.QP_EVENTS."""

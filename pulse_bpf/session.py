@@ -96,6 +96,7 @@ class Recording:
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
+                self._probes.drain()
                 if self._reader:
                     self._reader.drain()
                 if time.monotonic() - rotated < ROTATE_S:
