@@ -140,7 +140,7 @@ def _pids(arguments: argparse.Namespace) -> tuple[int, ...]:
 
     pids = tuple(find_nccl_processes())
     if not pids:
-        raise UsageError("no process on this host maps an NCCL", "", "Start the job first")
+        raise UsageError("no process that can be read maps an NCCL", "", "Run as root, with the job running")
     return pids
 
 

@@ -121,7 +121,7 @@ def find_nccl_processes(proc: Path = PROC) -> list[int]:
     for pid in sorted(_pids(proc)):
         try:
             files = mapped_files(pid, proc)
-        except AttachError:
+        except PulseError:
             continue
         for file in files:
             if file.identity not in is_nccl:
