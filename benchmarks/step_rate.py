@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def _measure(rounds: int, seconds: float, hosts: int) -> None:
-    lab = job.up(hosts)
+    job.up(hosts)
     windows: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
     try:
         for number in range(2 * rounds):
