@@ -1,212 +1,245 @@
-"""Which queue pair belongs to whom: process, communicator and rank at both ends of each flow."""
+"""Whose traffic a queue pair carries: process, communicator and peer of each flow."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import polars as pl
+
 from pulse_bpf.analysis.load import Recording
+from pulse_bpf.schema import I32, I64, STR, U8, U32, U64, flow_id
 
-from pulse_bpf.schema import flow_id
+QP = ["node", "nic", "port", "qpn"]
+_FOREVER = 2**62
 
-NIC_KEY = ["node", "nic", "port"]
-QP_KEY = [*NIC_KEY, "qpn"]
-_FIRST_NS, _LAST_NS = -(1 << 62), 1 << 62
+FLOWS = pl.Schema(
+    {
+        "flow": U64,
+        "node": STR,
+        "nic": STR,
+        "port": U8,
+        "qpn": U32,
+        "pid": I64,
+        "gpu": I32,
+        "comm_id": STR,
+        "rank": I32,
+        "nranks": I32,
+        "peer_node": STR,
+        "peer_nic": STR,
+        "peer_pid": I64,
+        "peer_rank": I32,
+        "created_ns": I64,
+        "reason": STR,
+    }
+)
 
 
-@dataclass(frozen=True)
-class Attribution:
-    """`flows`: one row per flow with node, nic, port, qpn, flow, pid, gpu, comm_id, rank, peer_node, peer_nic,
-    peer_pid, peer_rank and `reason` (why comm_id or a rank is null; null where both ends are known).
+def queue_pairs(qps: pl.DataFrame) -> pl.DataFrame:
+    """One row per life of a queue pair, in QPS columns, sorted by QP and creation.
 
-    `samples`: flow, direction, t_ns, bin_ns, bytes, retx_bytes, packets, ctl_packets; one row per bin, one source
-    per flow and direction, sorted by (flow, direction, t_ns), only of flows that are attributed.
-    `unattributed`: bytes per (node, nic, port, direction, reason), with first_ns and last_ns.
-    The bytes of `samples` and `unattributed` add up to the bytes of the sources that were picked.
+    Rows of one QP whose lives overlap describe the same life: each column is taken from the best origin that
+    knows it, uprobe before netlink before capture. A life without a `flow` gets the one the format derives.
     """
+    priority = pl.col("origin").replace_strict({"uprobe": 0, "netlink": 1, "capture": 2}, default=3)
+    begins, ends = pl.col("created_ns").fill_null(-_FOREVER), pl.col("gone_ns").fill_null(_FOREVER)
+    lives = (
+        qps.with_columns(priority=priority, begins=begins, ends=ends)
+        .sort(*QP, "begins", "ends", "priority")
+        .with_columns(
+            apart=(pl.col("begins") > pl.col("ends").cum_max().shift(1).over(QP)).fill_null(False)
+            | (pl.col("flow") != pl.col("flow").shift(1).over(QP)).fill_null(False)
+        )
+        .with_columns(life=pl.col("apart").cum_sum().over(QP))
+    )
+    others = [name for name in qps.columns if name not in QP]
+    merged = (
+        lives.sort(*QP, "life", "priority")
+        .group_by(*QP, "life", maintain_order=True)
+        .agg(pl.col(others).drop_nulls().first())
+    )
+    derived = [
+        flow if flow is not None else flow_id(node, nic, port, qpn, life)
+        for node, nic, port, qpn, life, flow in merged.select(*QP, "life", "flow").iter_rows()
+    ]
+    return merged.with_columns(pl.Series("flow", derived, U64)).select(qps.columns)
 
-    flows: pl.DataFrame
-    samples: pl.DataFrame
-    unattributed: pl.DataFrame
 
+def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
+    """The samples of one source per (node, nic, port, direction), one row per (flow, direction, bin), sorted so.
 
-def attribute(recording: Recording) -> Attribution:
-    """Every sample of `recording` on a known pair of ranks, or counted as unattributed with the reason.
-
-    Assumes that the process that owns a queue pair is the rank whose data it carries; where NCCL hands data to
-    another process of the node (PXN), volumes will not fit the calls and completion shows it.
+    The source with the narrowest bins is taken, by name where equal. Rows without a flow get that of the
+    life of their QP that had begun by then. `flow` stays null where the QP is in no qps row.
     """
-    qps = _lives(recording.tables["qps"])
-    samples = _bins(_one_source(_with_flow(recording.tables["samples"], qps)))
-    keys = samples.select(*QP_KEY, "flow").unique("flow")
-    qps = pl.concat([qps, keys.join(qps, on="flow", how="anti")], how="diagonal_relaxed")
-    flows = _communicators(_peers(qps, recording.tables["nics"]), recording)
-    reasons = samples.join(flows.select("flow", "reason"), on="flow", how="left")
-    unattributed = (
-        reasons.filter(pl.col("reason").is_not_null() & (pl.col("bytes") > 0))
-        .group_by(*NIC_KEY, "direction", "reason")
-        .agg(
-            pl.col("bytes").sum(),
-            pl.col("flow").unique().sort().alias("flows"),
-            first_ns=pl.col("t_ns").min(),
-            last_ns=(pl.col("t_ns") + pl.col("bin_ns")).max(),
-            bin_ns=pl.col("bin_ns").max(),
+    rows = recording["samples"]
+    port = ["node", "nic", "port", "direction"]
+    best = (
+        rows.select(*port, "source", "bin_ns")
+        .unique()
+        .sort("bin_ns", "source")
+        .unique(port, keep="first", maintain_order=True)
+        .drop("bin_ns")
+    )
+    rows = rows.join(best, on=[*port, "source"], how="semi", nulls_equal=True)
+    if rows["flow"].null_count():
+        begun = lives.select(
+            *QP, pl.col("flow").alias("lived"), pl.col("created_ns").fill_null(-_FOREVER).alias("t_ns")
         )
-        .sort(*NIC_KEY, "direction", "reason")
-    )
-    attributed = reasons.filter(pl.col("reason").is_null()).drop("reason", *QP_KEY)
-    return Attribution(flows, attributed.sort("flow", "direction", "t_ns"), unattributed)
-
-
-def _lives(qps: pl.DataFrame) -> pl.DataFrame:
-    """One row per flow: rows of one life merged, what uprobes saw over netlink over captured packets."""
-    qps = qps.with_columns(
-        begin=pl.col("created_ns").fill_null(_FIRST_NS), end=pl.col("gone_ns").fill_null(_LAST_NS)
-    ).sort(*QP_KEY, "begin", "end")
-    unnamed = qps.filter(pl.col("flow").is_null())
-    if not unnamed.is_empty():
-        earlier_end = pl.col("end").cum_max().shift(1).over(QP_KEY).fill_null(_LAST_NS)
-        unnamed = unnamed.with_columns(
-            life=(pl.col("begin") >= earlier_end).cast(pl.Int32).cum_sum().over(QP_KEY)
+        rows = (
+            rows.sort("t_ns")
+            .join_asof(begun.sort("t_ns"), on="t_ns", by=QP, check_sortedness=False)
+            .with_columns(pl.coalesce("flow", "lived").alias("flow"))
         )
-        named = [flow_id(*row) for row in unnamed.select(*QP_KEY, "life").iter_rows()]
-        unnamed = unnamed.with_columns(flow=pl.Series(named, dtype=pl.UInt64)).drop("life")
-        qps = pl.concat([qps.filter(pl.col("flow").is_not_null()), unnamed])
-    trust = pl.col("origin").replace_strict({"uprobe": 0, "netlink": 1, "capture": 2}, default=3)
-    merged = qps.sort(trust, maintain_order=True).group_by("flow", maintain_order=True)
-    return merged.agg(pl.exclude("flow", "begin", "end").drop_nulls().first(), pl.col("begin", "end").min())
-
-
-def _with_flow(samples: pl.DataFrame, qps: pl.DataFrame) -> pl.DataFrame:
-    """`samples` with a flow everywhere: where the recorder left it out, the queue pair's life at that time."""
-    samples = samples.filter(pl.col("t_ns").is_not_null() & pl.col("direction").is_in(["tx", "rx"]))
-    samples = samples.with_columns(pl.col("bytes").fill_null(0), pl.col("bin_ns").fill_null(1))
-    missing = samples.filter(pl.col("flow").is_null())
-    if missing.is_empty():
-        return samples
-    lives = qps.select(*QP_KEY, "begin", known="flow").sort("begin")
-    missing = missing.sort("t_ns").join_asof(
-        lives, left_on="t_ns", right_on="begin", by=QP_KEY, check_sortedness=False
-    )
-    strangers = missing.filter(pl.col("known").is_null()).select(QP_KEY).unique()
-    made = [flow_id(*row, 0) for row in strangers.iter_rows()]
-    strangers = strangers.with_columns(made=pl.Series(made, dtype=pl.UInt64))
-    missing = missing.join(strangers, on=QP_KEY, how="left", nulls_equal=True)
-    missing = missing.with_columns(flow=pl.coalesce("known", "made")).select(samples.columns)
-    return pl.concat([samples.filter(pl.col("flow").is_not_null()), missing])
-
-
-def _one_source(samples: pl.DataFrame) -> pl.DataFrame:
-    """Only one source of each (flow, direction): the finest bins, then the most bytes, then the first name."""
-    choice = (
-        samples.group_by("flow", "direction", "source")
-        .agg(pl.col("bin_ns").median(), pl.col("bytes").sum())
-        .sort("bin_ns", "bytes", "source", descending=[False, True, False], nulls_last=True)
-        .unique(["flow", "direction"], keep="first", maintain_order=True)
-        .select("flow", "direction", "source")
-    )
-    return samples.join(choice, on=["flow", "direction", "source"], how="semi", nulls_equal=True)
-
-
-def _bins(samples: pl.DataFrame) -> pl.DataFrame:
-    """Rows of one bin added up."""
-    counters = ["bytes", "retx_bytes", "packets", "ctl_packets"]
-    return samples.group_by("flow", "direction", "t_ns").agg(
-        pl.col(QP_KEY).first(), pl.col("bin_ns").max(), pl.col(counters).cast(pl.Int64).sum()
+    counts = ["bytes", "retx_bytes", "packets", "ctl_packets", "ack_packets"]
+    return (
+        rows.group_by(*QP, "flow", "direction", "t_ns", "bin_ns")
+        .agg(pl.when(pl.col(counts).count() > 0).then(pl.col(counts).sum()))
+        .sort("node", "nic", "port", "flow", "qpn", "direction", "t_ns")
     )
 
 
-def _peers(qps: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
-    """`qps` with peer_node and peer_nic by GID and peer_pid by the queue pair at the other end."""
-    gids = nics.select(gid="gids", gid_node="node", gid_nic="nic").explode("gid").drop_nulls("gid").unique()
-    # A GID that several nodes claim (link-local addresses of a bridge, say) names nobody.
-    owner = gids.group_by("gid").agg(
-        pl.col("gid_node").n_unique().alias("claims"),
-        pl.col("gid_node").first().alias("peer_node"),
-        pl.when(pl.col("gid_nic").n_unique() == 1).then(pl.col("gid_nic").first()).alias("peer_nic"),
-    )
-    owner = owner.filter(pl.col("claims") == 1).drop("claims")
-    flows = qps.join(owner, left_on="peer_gid", right_on="gid", how="left")
-    if nics.is_empty():
-        flows = flows.with_columns(peer_node="peer_gid")
-    other = flows.select(
-        peer_node="node",
-        peer_qpn="qpn",
-        node="peer_node",
-        qpn="peer_qpn",
-        other_nic="nic",
-        other_pid="pid",
-        other_begin="begin",
-        other_end="end",
-    )
-    pairs = (
-        flows.join(other, on=["node", "qpn", "peer_node", "peer_qpn"], how="inner")
-        .filter(pl.col("peer_nic").is_null() | (pl.col("peer_nic") == pl.col("other_nic")))
-        .filter((pl.col("begin") < pl.col("other_end")) & (pl.col("other_begin") < pl.col("end")))
-        .group_by("flow")
-        .agg(
-            peer_pid=pl.when(pl.col("other_pid").drop_nulls().n_unique() == 1).then(
-                pl.col("other_pid").drop_nulls().first()
-            ),
-            other_nic=pl.col("other_nic").first(),
-        )
-    )
-    flows = flows.join(pairs, on="flow", how="left")
-    return flows.with_columns(peer_nic=pl.coalesce("peer_nic", "other_nic")).drop("other_nic")
+def flows(recording: Recording, lives: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """Each life of a QP in `lives` with what it belongs to, in FLOWS columns; `reason` says why not, where so.
 
-
-def _communicators(flows: pl.DataFrame, recording: Recording) -> pl.DataFrame:
-    """`flows` with comm_id, rank and peer_rank: the one communicator that both ends belong to."""
-    members = _members(recording)
-    mine = members.select(*("node", "comm_id", "rank", "gpu", "used", "nranks"), owner="pid")
-    theirs = members.select("comm_id", peer_node="node", peer_owner="pid", peer_rank="rank")
-    ends = flows.select("flow", "node", "pid", "peer_node", "peer_pid", stated="comm_id")
-    candidates = (
-        ends.join(mine, on="node")
-        .filter(pl.col("pid").is_null() | (pl.col("pid") == pl.col("owner")))
-        .filter(pl.col("stated").is_null() | (pl.col("stated") == pl.col("comm_id")))
-        .join(theirs, on=["peer_node", "comm_id"])
-        .filter(pl.col("peer_pid").is_null() | (pl.col("peer_pid") == pl.col("peer_owner")))
-        .filter(pl.col("rank") != pl.col("peer_rank"))
+    `rows` are the samples: they settle which of several communicators of the same two processes a QP serves,
+    by whose calls its bytes follow. That assumes that the process waits for an operator before the next call;
+    where it does not, the shares are mixed and the QP stays unattributed.
+    """
+    known = _with_peers(lives, recording)
+    known = _with_owner(known, recording["comms"])
+    candidates = _candidates(known, recording["comms"])
+    count = candidates.group_by("flow").len("candidates")
+    several = candidates.join(count.filter(pl.col("candidates") > 1), on="flow", how="semi")
+    settled = _by_calls(several, recording["ops"], rows)
+    chosen = pl.concat(
+        [candidates.join(count.filter(pl.col("candidates") == 1), on="flow", how="semi"), settled]
     )
-    # A communicator nobody called anything on moved nothing; it only counts when there is no other.
-    candidates = candidates.filter(pl.col("used") == pl.col("used").max().over("flow"))
-    only = pl.col("comm_id").n_unique() == 1
-    found = candidates.group_by("flow").agg(
-        pl.when(only).then(pl.col("comm_id").first()).alias("comm_id"),
-        *(
-            pl.when(only & (pl.col(c).n_unique() == 1)).then(pl.col(c).first()).alias(c)
-            for c in ("rank", "gpu", "owner", "peer_rank", "peer_owner")
-        ),
-        count=pl.col("comm_id").n_unique(),
-    )
-    flows = flows.drop("comm_id").join(found, on="flow", how="left")
     reason = (
-        pl.when(pl.col("peer_node").is_null())
-        .then(pl.lit("the peer's node is unknown"))
-        .when(pl.col("count").is_null() & pl.col("pid").is_null())
-        .then(pl.lit("the process is unknown"))
-        .when(pl.col("count").is_null())
-        .then(pl.lit("no communicator has both ends"))
-        .when(pl.col("count") > 1)
-        .then(pl.lit("several communicators have both ends"))
-        .when(pl.col("rank").is_null() | pl.col("peer_rank").is_null())
-        .then(pl.lit("several ranks share a node and the process is unknown"))
+        pl.when(pl.col("comm_id").is_not_null())
+        .then(None)
+        .when(pl.col("pid").is_null())
+        .then(pl.lit("its process is unknown"))
+        .when(pl.col("candidates") > 1)
+        .then(pl.lit("several communicators could use it"))
+        .when(pl.col("peer_node").is_null())
+        .then(pl.lit("its peer is unknown"))
+        .otherwise(pl.lit("no communicator seen holds both its ends"))
     )
-    return flows.with_columns(
-        reason=reason, pid=pl.coalesce("pid", "owner"), peer_pid=pl.coalesce("peer_pid", "peer_owner")
-    ).select(
-        *(*QP_KEY, "flow", "pid", "gpu", "comm_id", "rank"),
-        *("peer_node", "peer_nic", "peer_pid", "peer_rank", "reason"),
+    joined = known.drop("comm_id").join(chosen.drop("node", "pid"), on="flow", how="left")
+    joined = joined.join(count, on="flow", how="left")
+    return joined.with_columns(reason=reason).select(
+        pl.col(name).cast(dtype) for name, dtype in FLOWS.items()
     )
 
 
-def _members(recording: Recording) -> pl.DataFrame:
-    """One row per (process, communicator): node, pid, comm_id, rank, nranks, gpu and whether it was used."""
-    columns = ["node", "pid", "comm_id", "rank", "nranks", "gpu"]
-    comms, ops = recording.tables["comms"], recording.tables["ops"]
-    both = pl.concat([comms.select(columns), ops.select(columns)]).drop_nulls(["comm_id", "rank"])
-    used = ops.select("node", "pid", "comm_id").drop_nulls().unique().with_columns(used=pl.lit(True))
-    key = ["node", "pid", "comm_id"]
-    members = both.group_by(*key, "rank").agg(pl.col("nranks", "gpu").drop_nulls().first())
-    return members.join(used, on=key, how="left").with_columns(pl.col("used").fill_null(False))
+def _with_peers(lives: pl.DataFrame, recording: Recording) -> pl.DataFrame:
+    """Adds peer_node and peer_nic by GID, and peer_pid by the other end of the pair."""
+    homes = (
+        recording["nics"]
+        .explode("gids")
+        .select(
+            pl.col("gids").alias("peer_gid"), pl.col("node").alias("gid_node"), pl.col("nic").alias("gid_nic")
+        )
+        .drop_nulls("peer_gid")
+        .unique("peer_gid", keep="none")  # link-local GIDs made from equal addresses name nobody
+    )
+    ends = lives.select(
+        pl.col("flow").alias("peer_flow"),
+        pl.col("node").alias("end_node"),
+        pl.col("nic").alias("end_nic"),
+        pl.col("qpn").alias("peer_qpn"),
+        pl.col("peer_qpn").alias("qpn"),
+        pl.col("pid").alias("peer_pid"),
+        pl.col("created_ns").fill_null(-_FOREVER).alias("end_begins"),
+        pl.col("gone_ns").fill_null(_FOREVER).alias("end_ends"),
+    ).drop_nulls(["qpn", "peer_qpn"])
+    placed = lives.join(homes, on="peer_gid", how="left")
+    # Identical nodes number their QPs alike, so without a GID a pair counts only where it is the only one.
+    other_end = (
+        placed.join(ends, on=["qpn", "peer_qpn"])
+        .filter(
+            pl.col("flow") != pl.col("peer_flow"),
+            (pl.col("gid_node") == pl.col("end_node")).fill_null(True),
+            (pl.col("gid_nic") == pl.col("end_nic")).fill_null(True),
+            pl.col("created_ns").fill_null(-_FOREVER) <= pl.col("end_ends"),
+            pl.col("gone_ns").fill_null(_FOREVER) >= pl.col("end_begins"),
+        )
+        .select("flow", "end_node", "end_nic", "peer_pid")
+        .unique("flow", keep="none")
+    )
+    peer_node = pl.coalesce("gid_node", "end_node", "peer_gid").alias("peer_node")
+    return placed.join(other_end, on="flow", how="left").with_columns(
+        peer_node, pl.coalesce("gid_nic", "end_nic").alias("peer_nic")
+    )
+
+
+def _with_owner(known: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
+    """Gives a QP of unknown process to the only process on its node that has a communicator, if it is the only one."""
+    alone = (
+        comms.select("node", pl.col("pid").alias("only_pid"))
+        .unique()
+        .unique("node", keep="none")
+        .rename({"node": "owner"})
+    )
+    mine = known.join(alone, left_on="node", right_on="owner", how="left").with_columns(
+        pl.coalesce("pid", "only_pid").alias("pid")
+    )
+    theirs = alone.rename({"only_pid": "only_peer"})
+    return (
+        mine.join(theirs, left_on="peer_node", right_on="owner", how="left")
+        .with_columns(pl.coalesce("peer_pid", "only_peer").alias("peer_pid"))
+        .drop("only_pid", "only_peer")
+    )
+
+
+def _candidates(known: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
+    """Every (communicator, rank, peer rank) that a QP could serve, by the processes at its two ends.
+
+    A peer outside the recording may be any rank that was not seen: it counts for every communicator of the
+    process, and has a rank only where one is missing.
+    """
+    members = comms.select("node", "pid", "comm_id", "rank", "nranks", "gpu").drop_nulls("comm_id").unique()
+    mine = known.select("flow", "node", "pid", "peer_node", "peer_pid").join(members, on=["node", "pid"])
+    peers = members.select(
+        "comm_id",
+        pl.col("node").alias("peer_node"),
+        pl.col("pid").alias("member_pid"),
+        pl.col("rank").alias("peer_rank"),
+    )
+    inside = mine.join(peers, on=["comm_id", "peer_node"]).filter(
+        (pl.col("peer_pid") == pl.col("member_pid")).fill_null(True), pl.col("rank") != pl.col("peer_rank")
+    )
+    seen_nodes = comms["node"].unique()
+    missing = (
+        members.group_by("comm_id")
+        .agg(pl.col("rank").unique().alias("seen"), pl.col("nranks").first())
+        .filter(pl.col("seen").list.len() < pl.col("nranks"))
+        .with_columns(
+            only=pl.when(pl.col("seen").list.len() == pl.col("nranks") - 1).then(
+                (pl.col("nranks") * (pl.col("nranks") - 1) // 2 - pl.col("seen").list.sum()).cast(I32)
+            )
+        )
+    )
+    outside = (
+        mine.filter(pl.col("peer_node").is_not_null() & ~pl.col("peer_node").is_in(seen_nodes.implode()))
+        .join(missing.select("comm_id", pl.col("only").alias("peer_rank")), on="comm_id")
+        .with_columns(member_pid=pl.lit(None, I64))
+    )
+    columns = ["flow", "node", "pid", "comm_id", "rank", "nranks", "gpu", "peer_rank"]
+    return pl.concat([inside.select(columns), outside.select(columns)]).unique(maintain_order=True)
+
+
+def _by_calls(candidates: pl.DataFrame, ops: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """The candidate whose communicator the latest call before at least 9 in 10 bytes of the QP was made on."""
+    if candidates.is_empty():
+        return candidates
+    calls = ops.select("node", "pid", pl.col("call_ns").alias("t_ns"), pl.col("comm_id").alias("called"))
+    traffic = (
+        rows.filter(pl.col("bytes") > 0)
+        .select("flow", "t_ns", "bytes")
+        .join(candidates.select("flow", "node", "pid").unique(), on="flow")
+        .sort("t_ns")
+        .join_asof(calls.sort("t_ns"), on="t_ns", by=["node", "pid"], check_sortedness=False)
+    )
+    share = traffic.group_by("flow", "called").agg(pl.col("bytes").sum())
+    share = share.filter(pl.col("bytes") >= 0.9 * pl.col("bytes").sum().over("flow"))
+    return candidates.join(share, left_on=["flow", "comm_id"], right_on=["flow", "called"], how="semi").unique(
+        "flow", keep="none"
+    )

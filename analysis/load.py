@@ -1,11 +1,10 @@
-"""Reading recordings: several directories become one set of tables, damaged parts named and skipped."""
+"""Reading recording directories: several as one, whatever part of them is usable."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,94 +16,95 @@ from pulse_bpf.schema import FORMAT, FORMAT_VERSION, TABLES, conform, empty
 
 @dataclass(frozen=True)
 class Recording:
-    """Everything that was recorded: `tables` has each table of schema.TABLES (empty where there was none).
+    """All tables of some recordings, each with exactly the columns of its schema, a missing one empty.
 
-    `problems` names what could not be read, in words for the user; `manifests` are the parsed manifests.
+    `damaged` names every part that could not be read, with the reason; its rows are missing.
     """
 
     tables: dict[str, pl.DataFrame]
-    manifests: list[dict[str, Any]]
-    problems: list[str]
+    manifests: list[dict[str, Any]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
-    def bytes_are_payload(self) -> bool:
-        """Whether every source that says so counts payload only: then volumes are exact."""
-        stated = [m.get("bytes_are") for m in self.manifests]
-        stated += [s.get("bytes_are") for m in self.manifests for s in m.get("sources") or []]
-        return "wire" not in stated and "payload" in stated
+    def __getitem__(self, table: str) -> pl.DataFrame:
+        return self.tables[table]
 
 
-def load(dirs: Sequence[Path]) -> Recording:
-    """The recordings in `dirs` as one; a directory or file given twice counts once.
+def load(directories: Sequence[Path]) -> Recording:
+    """Reads `directories` as one recording; rows keep the order of directories, parts and files.
 
-    DataError when a directory is no recording, or when no calls and no samples can be read at all. Files with the
-    same content are read once, because rows of one bin may repeat and add up. Truth files are never opened.
+    Damaged parts are skipped and named. DataError when a directory is no recording, or when it has parts and
+    none of them can be read.
     """
-    roots = list(dict.fromkeys(Path(d).resolve() for d in dirs))
-    problems: list[str] = []
-    manifests = [m for root in roots for m in _manifests(root, problems)]
-    tables = {name: _table(name, roots, problems) for name in TABLES}
-    if tables["ops"].is_empty() and tables["samples"].is_empty():
-        where = ", ".join(map(str, roots)) or "no directory"
-        why = problems[0] if problems else "it holds neither calls nor samples"
-        raise DataError(f"Nothing usable in {where}", why, "Record again while the job is training")
-    return Recording(tables, manifests, problems)
+    parts: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
+    manifests: list[dict[str, Any]] = []
+    damaged: list[str] = []
+    for directory in directories:
+        files = _parts_of(directory)
+        manifests += _manifests_of(directory, damaged)
+        readable = 0
+        for table, path in files:
+            try:
+                parts[table].append(conform(pl.read_parquet(path, hive_partitioning=False), table))
+                readable += 1
+            except (pl.exceptions.PolarsError, OSError) as error:
+                damaged.append(f"{path}: {str(error).splitlines()[0]}")
+        if files and not readable:
+            raise DataError(
+                f"{directory} holds nothing usable",
+                f"none of its {len(files)} parts can be read, {damaged[-1]}",
+                "Check that it was copied whole",
+            )
+    tables = {table: _together(table, frames) for table, frames in parts.items()}
+    return Recording(tables, manifests, damaged)
 
 
-def _manifests(root: Path, problems: list[str]) -> list[dict[str, Any]]:
-    paths = [p for p in (root / "manifest.json", *sorted((root / "manifest").glob("*.json"))) if p.is_file()]
-    if not paths and not any(_parts(root, name) for name in TABLES):
-        why = (
-            "it has neither a manifest.json nor any table" if root.is_dir() else "there is no such directory"
+def _together(table: str, frames: list[pl.DataFrame]) -> pl.DataFrame:
+    if not frames:
+        return empty(table)
+    # The same recording given twice, or a table that two recorders of one node both wrote, must not count twice.
+    return pl.concat(frames).unique(maintain_order=True) if len(frames) > 1 else frames[0]
+
+
+def _parts_of(directory: Path) -> list[tuple[str, Path]]:
+    """(table, file) of every part in `directory`."""
+    if not directory.is_dir():
+        reason = "it is not a directory" if directory.exists() else "it does not exist"
+        raise DataError(f"{directory} is no recording", reason, "Give the directory that pulse record wrote")
+    files = [
+        (table, path)
+        for table in TABLES
+        for path in [directory / f"{table}.parquet", *sorted((directory / table).glob("*.parquet"))]
+        if path.is_file()
+    ]
+    if not files and not _manifest_files(directory):
+        raise DataError(
+            f"{directory} is no recording",
+            "it holds neither a manifest nor a table",
+            "Give the directory that pulse record wrote",
         )
-        raise DataError(f"{root} is not a recording", why, "Give the directory that `pulse record -o` wrote")
-    found = []
-    for path in paths:
+    return files
+
+
+def _manifest_files(directory: Path) -> list[Path]:
+    candidates = [directory / "manifest.json", *sorted((directory / "manifest").glob("*.json"))]
+    return [path for path in candidates if path.is_file()]
+
+
+def _manifests_of(directory: Path, damaged: list[str]) -> list[dict[str, Any]]:
+    manifests = []
+    for path in _manifest_files(directory):
         try:
             manifest = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            problems.append(f"{path} is damaged and was skipped: {_short(error)}")
+        except (ValueError, OSError) as error:
+            damaged.append(f"{path}: {error}")
             continue
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-            raise DataError(f"{root} is not a recording", f"{path.name} does not say format {FORMAT!r}")
-        if manifest.get("version", FORMAT_VERSION) > FORMAT_VERSION:
+            raise DataError(f"{directory} is no recording", f"{path.name} does not say it is one")
+        if manifest.get("version") != FORMAT_VERSION:
             raise DataError(
-                f"{root} is too new", f"version {manifest['version']} of the format", "Use a newer pulse"
+                f"{directory} has version {manifest.get('version')} of the format",
+                f"this Pulse reads version {FORMAT_VERSION}",
+                "Analyze it with the version that recorded it",
             )
-        found.append(manifest)
-    if not paths:
-        problems.append(f"{root} has no manifest: the recorder was killed, or the copy is incomplete")
-    return found
-
-
-def _parts(root: Path, table: str) -> list[Path]:
-    return [p for p in (root / f"{table}.parquet", *sorted((root / table).glob("*.parquet"))) if p.is_file()]
-
-
-def _table(name: str, roots: Sequence[Path], problems: list[str]) -> pl.DataFrame:
-    frames = []
-    for path in _distinct(path for root in roots for path in _parts(root, name)):
-        try:
-            frames.append(conform(pl.read_parquet(path, hive_partitioning=False), name))
-        except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError) as error:
-            problems.append(f"{path} is damaged and was skipped: {_short(error)}")
-    return pl.concat(frames) if frames else empty(name)
-
-
-def _distinct(paths: Iterable[Path]) -> list[Path]:
-    """`paths` without those whose content equals an earlier one's; only files of equal size are compared."""
-    paths = list(paths)
-    sizes = [path.stat().st_size for path in paths]
-    seen: set[bytes] = set()
-    kept = []
-    for path, size in zip(paths, sizes, strict=True):
-        if sizes.count(size) > 1:
-            digest = hashlib.blake2b(path.read_bytes()).digest()
-            if digest in seen:
-                continue
-            seen.add(digest)
-        kept.append(path)
-    return kept
-
-
-def _short(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:200]
+        manifests.append(manifest)
+    return manifests

@@ -1,0 +1,38 @@
+"""What a recording says: whose traffic, which operators, and who is at fault. Needs no privilege and no RDMA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import polars as pl
+
+from pulse_bpf.analysis import attribute, metrics, segment
+from pulse_bpf.analysis.findings import Findings
+from pulse_bpf.analysis.load import Recording, load
+from pulse_bpf.analysis.localize import localize
+
+__all__ = ["Findings", "analyze", "operators"]
+
+
+def analyze(dirs: Sequence[Path]) -> Findings:
+    """The verdict on the recordings in `dirs`, taken as one; DataError when one of them is unusable."""
+    recording = load(dirs)
+    table, flows = measure(recording)
+    small = {name: frame for name, frame in recording.tables.items() if name not in ("samples", "ops")}
+    return localize(table, flows, small, recording.damaged)
+
+
+def operators(dirs: Sequence[Path]) -> pl.DataFrame:
+    """The operators table (metrics.OPERATORS) of the recordings in `dirs`; DataError when one is unusable."""
+    return measure(load(dirs))[0]
+
+
+def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The operators table, and the owners of all QPs (attribute.FLOWS)."""
+    lives = attribute.queue_pairs(recording["qps"])
+    rows = attribute.samples(recording, lives)
+    flows = attribute.flows(recording, lives, rows)
+    called, sent = segment.program(recording["ops"])
+    segments = segment.segment(called, sent, flows, rows)
+    return metrics.measure(segments, called, flows, rows), flows

@@ -1,0 +1,144 @@
+"""From operators to a verdict: what is wrong, where, and whether the recording is enough to say so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import polars as pl
+
+from pulse_bpf.analysis.align import align
+from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
+from pulse_bpf.analysis.late import find_late
+from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.stops import find_stops
+
+# Fewer finished operators per communicator than this are no ground for "healthy".
+MIN_OPERATORS = 10
+# More unattributed traffic, or fewer measurable operators, than these shares leave too much unseen.
+MAX_UNATTRIBUTED, MIN_MEASURED = 0.1, 0.5
+MIN_CONFIDENCE = 0.5
+
+
+def localize(
+    operators: pl.DataFrame,
+    flows: pl.DataFrame,
+    tables: Mapping[str, pl.DataFrame],
+    damaged: list[str],
+) -> Findings:
+    """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
+
+    Uses of the tables: comms, processes, nodes, nics, events, coverage. Never opens the samples.
+    """
+    aligned = align(operators)
+    window = _window(operators, tables)
+    coverage = _coverage(operators, flows, tables, damaged)
+    stops = find_stops(aligned, tables["processes"], tables["comms"], window[1])
+    losses = find_loss(aligned, tables["events"], flows)
+    slow, unexplained = find_slow(aligned)
+    found = [*stops.findings, *losses]
+    # A lossy flow is slow too, and what is slow or stopped makes its process late: the effect is no second finding.
+    for finding in [*slow, *find_late(aligned)]:
+        if not any(_touches(earlier, finding) for earlier in found):
+            found.append(finding)
+    lowered = 0.8 if coverage["lost"] or damaged else 1.0
+    sure = [finding for finding in found if finding.confidence * lowered >= MIN_CONFIDENCE]
+    missing = [*stops.undecided, *unexplained, *_missing(aligned, tables, coverage)]
+    missing += [
+        f"a {finding.kind} at {finding.node} is likely but not certain" for finding in found if finding not in sure
+    ]
+    verdict: Verdict = "undecided" if missing else "healthy"
+    if any(finding.scope in (*ACCUSING, "group", "network") for finding in sure):
+        verdict = "anomaly"
+    sure.sort(key=lambda finding: -finding.confidence)
+    return Findings(verdict, window, sure, _groups(tables["comms"]), coverage, missing)
+
+
+def _touches(one: Finding, other: Finding) -> bool:
+    """Whether two findings name a node in common."""
+    first, second = (set(item.nodes or ()) | {item.node, item.peer_node} for item in (one, other))
+    return bool((first & second) - {None})
+
+
+def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:
+    """From the first to the last moment the recording speaks of."""
+    coverage = tables["coverage"]
+    first = [coverage["first_ns"].min(), operators["call_ns"].min(), operators["start_ns"].min()]
+    last = [coverage["last_ns"].max(), operators["call_ns"].max(), operators["last_byte_ns"].max()]
+    known_first = [value for value in first if isinstance(value, int)]
+    known_last = [value for value in last if isinstance(value, int)]
+    return min(known_first, default=0), max(known_last, default=0)
+
+
+def _missing(
+    aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], coverage: Mapping[str, Any]
+) -> list[str]:
+    """What stands in the way of calling the recording healthy."""
+    calls = aligned.filter(pl.col("level").is_in(["flow", "call"]))
+    if calls.is_empty():
+        return ["no operator of a known communicator was seen"]
+    missing = []
+    for (comm,), part in sorted(calls.group_by("comm_id"), key=lambda item: str(item[0])):
+        nranks, seen = int(part["nranks"].max() or 0), part["rank"].n_unique()  # type: ignore[arg-type]
+        if seen < nranks:
+            missing.append(f"communicator {comm}: {seen} of {nranks} ranks were recorded")
+        if part["step"].null_count():
+            missing.append(f"communicator {comm}: the operators of its ranks do not match each other")
+        finished = part.filter(pl.col("end_ns").is_not_null())
+        count = finished.select("step").n_unique() if not finished.is_empty() else 0
+        if count < MIN_OPERATORS:
+            missing.append(f"communicator {comm}: {count} finished operators with traffic, {MIN_OPERATORS} are needed")
+        moving = finished["rank"].n_unique()
+        if count and moving < seen:
+            missing.append(f"communicator {comm}: traffic of {seen - moving} of its ranks was not seen")
+        measured = part.filter(pl.col("level") == "flow")["burst_gbps"]
+        if count and measured.null_count() > (1 - MIN_MEASURED) * len(measured):
+            missing.append(f"communicator {comm}: its operators are too small for the bins")
+    if coverage["unattributed_share"] > MAX_UNATTRIBUTED:
+        missing.append(f"{coverage['unattributed_share']:.0%} of the traffic belongs to no known communicator")
+    if coverage["lost"]:
+        missing.append(f"{coverage['lost']} events were lost")
+    return missing
+
+
+def _coverage(
+    operators: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], damaged: list[str]
+) -> dict[str, Any]:
+    """What was seen and what was not."""
+    by_level = dict(
+        operators.filter(pl.col("level") != "nic").group_by("level").agg(pl.col("bytes").sum()).iter_rows()
+    )
+    total = sum(by_level.values())
+    unattributed = operators.filter(pl.col("level") == "unattributed")
+    reasons = unattributed.group_by("reason").agg(pl.col("bytes").sum()).sort("reason")
+    lost = tables["coverage"].group_by("node", "source").agg(pl.col("lost").max())
+    return {
+        "nodes": tables["nodes"]["node"].unique().sort().to_list(),
+        "queue_pairs": flows.height,
+        "queue_pairs_unattributed": flows["reason"].drop_nulls().len(),
+        "bytes": total,
+        "bytes_in_operators": by_level.get("flow", 0),
+        "bytes_outside_calls": by_level.get("traffic", 0),
+        "bytes_unattributed": dict(reasons.iter_rows()),
+        "unattributed_share": by_level.get("unattributed", 0) / total if total else 0.0,
+        "operators": operators.filter(pl.col("op_seq").is_not_null()).select("node", "pid", "program_pos").n_unique(),
+        "operators_without_traffic": operators.filter(pl.col("level") == "call").height,
+        # Readers that cannot tell which port lost repeat their total in each row, so the largest is it.
+        "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),
+        "damaged_parts": damaged,
+    }
+
+
+def _groups(comms: pl.DataFrame) -> list[dict[str, Any]]:
+    """The communicators as groups; what role they play in the job is not guessed yet."""
+    grouped = (
+        comms.drop_nulls("comm_id")
+        .group_by("comm_id")
+        .agg(pl.col("rank").unique().sort(), pl.col("nranks").first())
+        .sort("comm_id")
+    )
+    return [
+        {"kind": "unknown", "comm_id": comm, "ranks": ranks, "nranks": nranks, "confidence": 0.0}
+        for comm, ranks, nranks in grouped.iter_rows()
+    ]

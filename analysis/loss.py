@@ -1,0 +1,106 @@
+"""Lossy links and NICs: flows that repeat themselves while the others do not."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from pulse_bpf.analysis.cover import SRC, DST, cover
+from pulse_bpf.analysis.findings import Evidence, Finding
+
+# Share of repeated bytes from which a flow counts as lossy, unless others repeat nearly as much.
+LOSSY_SHARE, OVER_OTHERS = 0.001, 10.0
+# One lost packet proves nothing: this many refusals, or operators with repeats.
+MIN_SEEN = 3
+EDGE = [*SRC, *DST]
+
+
+def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFrame) -> list[Finding]:
+    """The component that loses packets, by total repeats and refusals per flow.
+
+    `flow_ends`: node, nic, port, qpn, peer_node, peer_nic of each QP, which says whose flow an event belongs to. Repeats
+    come from the sender's side where it was seen. Loss on one flow names its link: which end or what between them
+    lost the packets does not show in repeats.
+    """
+    flows = aligned.filter(pl.col("level").is_in(["flow", "traffic"]), pl.col("peer_node").is_not_null())
+    sent = flows.filter(pl.col("direction") == "tx").select(
+        pl.col("node").alias("src_node"),
+        pl.col("nic").alias("src_nic"),
+        pl.col("peer_node").alias("dst_node"),
+        pl.col("peer_nic").alias("dst_nic"),
+        "bytes",
+        pl.col("retx_bytes").fill_null(0),
+        "start_ns",
+        "last_byte_ns",
+    )
+    refused = (
+        events.filter(pl.col("kind") == "nak")
+        .join(flow_ends, on=["node", "nic", "port", "qpn"])
+        .group_by(
+            pl.col("node").alias("src_node"),
+            pl.col("nic").alias("src_nic"),
+            pl.col("peer_node").alias("dst_node"),
+            pl.col("peer_nic").alias("dst_nic"),
+        )
+        .agg(pl.col("value").sum().alias("naks"))
+    )
+    totals = (
+        sent.group_by(EDGE)
+        .agg(
+            pl.col("bytes", "retx_bytes").sum(),
+            (pl.col("retx_bytes") > 0).sum().alias("hit"),
+            pl.col("start_ns").min(),
+            pl.col("last_byte_ns").max(),
+        )
+        .join(refused, on=EDGE, how="left", nulls_equal=True)
+        .with_columns(pl.col("naks").fill_null(0), share=pl.col("retx_bytes") / pl.col("bytes"))
+        .sort(EDGE)
+    )
+    usual = float(totals["share"].median() or 0.0)  # type: ignore[arg-type]
+    lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & (
+        (pl.col("naks") >= MIN_SEEN) | (pl.col("hit") >= MIN_SEEN)
+    )
+    cells = totals.with_columns(
+        weight=pl.when(lossy).then("share").otherwise(0.0),
+        at_src=pl.lit(None, pl.Boolean),
+        at_dst=pl.lit(None, pl.Boolean),
+        begins=pl.col("start_ns"),
+    )
+    cause = cover(cells.with_columns(start_ns=pl.lit(0)))
+    if cause is None or cause.what == "network":
+        return []
+    bad = cells.filter(pl.col("weight") > 0)
+    repeated, naks = float(bad["retx_bytes"].sum() / bad["bytes"].sum()), int(bad["naks"].sum())
+    src, dst = cause.src, cause.dst
+    link = cause.what == "link"
+    place = src if link or cause.what != "ingress" else dst
+    assert place is not None
+    operators = int(bad["hit"].sum())
+    evidence = [
+        Evidence(
+            "retx_share",
+            repeated,
+            usual,
+            operators,
+            f"{repeated:.1%} of the bytes that cross it are sent again, {usual:.1%} on the median flow "
+            f"({operators} operators hit).",
+        ),
+        Evidence("naks", naks, None, operators, f"Receivers refused packets out of sequence {naks} times there."),
+    ]
+    return [
+        Finding(
+            kind="lossy-link",
+            cause="network",
+            scope="link" if link else "nic",
+            confidence=round(min(0.95, 0.5 + cause.covered / 2 * min(1.0, operators / 10)), 3),
+            slowdown=1.0,
+            first_ns=int(bad["begins"].min()),  # type: ignore[arg-type]
+            last_ns=int(bad["last_byte_ns"].max()),  # type: ignore[arg-type]
+            evidence=evidence,
+            node=place[0],
+            nic=place[1],
+            peer_node=dst[0] if link and dst else None,
+            peer_nic=dst[1] if link and dst else None,
+            nodes=[src[0], dst[0]] if link and src and dst else None,
+            next_check=f"on {place[0]}: ethtool -S NETDEV, and rdma statistic show link {place[1]}",
+        )
+    ]

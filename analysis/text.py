@@ -1,0 +1,91 @@
+"""The findings for a person at a terminal: verdict first, then the evidence, then what was not seen."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from datetime import datetime
+
+from rich.console import Console
+from rich.table import Table
+
+from pulse_bpf.analysis.findings import Finding, Findings
+
+WIDTH = 96
+
+
+def render(findings: Findings) -> str:
+    """Plain text, no line over 99 columns."""
+    first_ns, last_ns = findings.window_ns
+    seconds = (last_ns - first_ns) / 1e9
+    coverage = findings.coverage
+    lines = [f"Verdict: {findings.verdict.upper()}", ""]
+    if findings.verdict == "healthy":
+        lines += _wrapped(
+            f"Nothing slow, late, lossy or stuck in {coverage['operators']} operators over {seconds:.1f} s.", ""
+        )
+    for number, finding in enumerate(findings.findings, 1):
+        lines += _finding(number, finding)
+    if findings.missing:
+        lines.append("To be sure it lacks:" if findings.verdict == "undecided" else "Not seen:")
+        lines += [line for text in findings.missing for line in _wrapped(text, "  - ")]
+        lines.append("")
+    for group in findings.groups:
+        seen = len(group["ranks"])
+        lines += _wrapped(f"Communicator {group['comm_id']}: {seen} of {group['nranks']} ranks recorded.", "")
+    unattributed = sum(coverage["bytes_unattributed"].values())
+    lines += _wrapped(
+        f"Coverage: {seconds:.1f} s, {len(coverage['nodes'])} nodes, {coverage['operators']} operators, "
+        f"{coverage['queue_pairs']} queue pairs ({coverage['queue_pairs_unattributed']} unattributed), "
+        f"{_size(coverage['bytes'])} seen, {_size(coverage['bytes_outside_calls'])} outside calls, "
+        f"{_size(unattributed)} unattributed, {coverage['lost']} events lost, "
+        f"{len(coverage['damaged_parts'])} damaged parts.",
+        "",
+    )
+    lines += [line for part in coverage["damaged_parts"] for line in _wrapped(f"damaged: {part}", "  ")]
+    return "\n".join(lines)
+
+
+def _finding(number: int, finding: Finding) -> list[str]:
+    lines = [f"{number}. {suspect(finding)}"]
+    start = datetime.fromtimestamp(finding.first_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_row("kind", f"{finding.kind}{f' ({finding.state})' if finding.state else ''}")
+    table.add_row("confidence", f"{finding.confidence:.0%}")
+    if finding.slowdown > 1:
+        table.add_row("slower by", f"{finding.slowdown:.2f}x")
+    table.add_row("seen", f"from {start} for {(finding.last_ns - finding.first_ns) / 1e9:.1f} s")
+    if finding.victims:
+        more = "" if len(finding.victims) <= 10 else f" and {len(finding.victims) - 10} more"
+        table.add_row("held up", ", ".join(finding.victims[:10]) + more)
+    if finding.next_check:
+        table.add_row("next", finding.next_check)
+    buffer = io.StringIO()
+    Console(file=buffer, width=WIDTH, no_color=True, highlight=False, markup=False).print(table)
+    lines += [f"   {line}".rstrip() for line in buffer.getvalue().splitlines()]
+    lines += [line for evidence in finding.evidence for line in _wrapped(evidence.text, "   - ")]
+    return [*lines, ""]
+
+
+def suspect(finding: Finding) -> str:
+    """Who is at fault, in one line."""
+    if finding.scope == "link":
+        return f"The link from {finding.node} to {finding.peer_node} ({finding.kind})"
+    if finding.scope == "nic":
+        return f"NIC {finding.nic} of node {finding.node} ({finding.kind})"
+    if finding.scope in ("node", "gpu"):
+        rank = "" if finding.rank is None else f", rank {finding.rank}"
+        return f"Node {finding.node}{rank} ({finding.kind}, cause: {finding.cause})"
+    return f"No machine: {finding.scope} ({finding.kind})"
+
+
+def _wrapped(text: str, lead: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead))
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000  # type: ignore[assignment]
+    return f"{count:.1f} TB"
