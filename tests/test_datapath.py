@@ -16,6 +16,12 @@ SIZES = st.integers(0, 5_000_000)
 RANKS = st.integers(2, 16)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """Compiles before the property tests, each example of which has a deadline."""
+    datapath.library_path()
+
+
 def sent_lengths(size_bytes: int, chunks: int, rank: int, steps: int) -> list[int]:
     """What `rank` sends, slice by slice, in a ring of `steps` steps over `chunks` chunks."""
     library = datapath.load()

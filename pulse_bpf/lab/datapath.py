@@ -19,7 +19,6 @@ _INSTALL = "Install what it needs: apt-get install gcc libibverbs-dev"
 # Index 1 of a soft-RoCE device is its IPv4 address as a RoCE v2 GID.
 _GID_INDEX = 1
 _SLICE_BYTES = 16384
-_MTU_BYTES = 1024
 # Without progress for this long a rank gives up; longer than any recording of a stopped peer.
 _NO_PROGRESS_S = 120.0
 
@@ -54,7 +53,7 @@ class Ring:
         self._library = load()
         self._nranks = nranks
         self._ring = self._library.ring_open(
-            device.encode(), _GID_INDEX, rank, nranks, _SLICE_BYTES, _MTU_BYTES, _NO_PROGRESS_S
+            device.encode(), _GID_INDEX, rank, nranks, _SLICE_BYTES, _NO_PROGRESS_S
         )
         if not self._ring:
             raise self._error("cannot open the lab's data path")
@@ -111,7 +110,7 @@ def load() -> ctypes.CDLL:
         "ring_error": (c_char_p, []),
         "ring_slices": (c_uint32, [c_uint64, c_uint32, c_uint32]),
         "ring_sent_length": (c_uint32, [c_uint64, c_uint32, c_uint32, c_uint32, c_uint32]),
-        "ring_open": (c_void_p, [c_char_p, c_uint32, c_uint32, c_uint32, c_uint32, c_uint32, c_double]),
+        "ring_open": (c_void_p, [c_char_p, c_uint32, c_uint32, c_uint32, c_uint32, c_double]),
         "ring_info_bytes": (c_uint32, []),
         "ring_info": (None, [c_void_p, c_char_p]),
         "ring_connect": (c_int, [c_void_p, c_char_p]),

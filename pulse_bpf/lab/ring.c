@@ -81,7 +81,7 @@ struct ring {
     char *memory;
     union ibv_gid gid;
     uint32_t rank, nranks, slice_bytes, gid_index;
-    enum ibv_mtu mtu;
+    struct ibv_port_attr port;
     double timeout_s;
     struct sender senders[MAX_RANKS];
     struct receiver receivers[MAX_RANKS];
@@ -168,7 +168,7 @@ static struct ibv_context *open_device(const char *name) {
 
 /* Every failure leaves what it made to the end of the process. */
 struct ring *ring_open(const char *device, uint32_t gid_index, uint32_t rank, uint32_t nranks,
-                       uint32_t slice_bytes, uint32_t mtu_bytes, double timeout_s) {
+                       uint32_t slice_bytes, double timeout_s) {
     struct ring *ring = calloc(1, sizeof *ring);
     if (!ring || nranks < 2 || nranks > MAX_RANKS || rank >= nranks)
         return fail("a ring has 2 to %d ranks", MAX_RANKS), NULL;
@@ -177,8 +177,6 @@ struct ring *ring_open(const char *device, uint32_t gid_index, uint32_t rank, ui
     ring->slice_bytes = slice_bytes;
     ring->gid_index = gid_index;
     ring->timeout_s = timeout_s;
-    for (ring->mtu = IBV_MTU_256; 128u << ring->mtu < mtu_bytes && ring->mtu < IBV_MTU_4096;)
-        ring->mtu++;
     ring->context = open_device(device);
     if (!ring->context)
         return fail("no RDMA device %s can be opened", device), NULL;
@@ -193,7 +191,7 @@ struct ring *ring_open(const char *device, uint32_t gid_index, uint32_t rank, ui
     ring->self_mr = ibv_reg_mr(ring->pd, ring, sizeof *ring, access);
     ring->cq =
         ibv_create_cq(ring->context, 2 * (int)nranks * (SEND_DEPTH + RECEIVE_DEPTH), NULL, ring->channel, 0);
-    if (!ring->memory_mr || !ring->self_mr || !ring->cq ||
+    if (!ring->memory_mr || !ring->self_mr || !ring->cq || ibv_query_port(ring->context, PORT, &ring->port) ||
         ibv_query_gid(ring->context, PORT, gid_index, &ring->gid))
         return fail("cannot set up %s: %s", device, strerror(errno)), NULL;
     for (uint32_t peer = 0; peer < nranks; peer++) {
@@ -231,7 +229,7 @@ void ring_info(const struct ring *ring, struct info *info) {
 static int connect_qp(struct ring *ring, struct ibv_qp *qp, const struct info *peer, uint32_t peer_qpn) {
     struct ibv_qp_attr attributes = {
         .qp_state = IBV_QPS_RTR,
-        .path_mtu = ring->mtu,
+        .path_mtu = ring->port.active_mtu,
         .dest_qp_num = peer_qpn,
         .max_dest_rd_atomic = 1,
         .min_rnr_timer = 12,
