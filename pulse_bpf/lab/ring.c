@@ -39,7 +39,8 @@ struct clear_to_send {
     uint64_t sequence;
 };
 
-/* One operator on one end of a connection: counts of slices, each at most the one before it. */
+/* The sending end of a connection; the counts are slices of the current operator, each at most the one
+ * before. */
 struct sender {
     struct ibv_qp *qp;
     struct clear_to_send granted[SLOTS];
@@ -317,8 +318,7 @@ static int send_slice(struct ring *ring, const struct plan *plan, uint32_t peer)
                       1);
 }
 
-/* Grants and sends what may go now on the connections to `next` and from `previous`; positive if anything
- * went. */
+/* Grants and sends what may go now to `next` and from `previous`; positive if anything went. */
 static int advance(struct ring *ring, const struct plan *plan, uint32_t next, uint32_t previous) {
     struct sender *sender = &ring->senders[next];
     struct receiver *receiver = &ring->receivers[previous];
@@ -326,12 +326,11 @@ static int advance(struct ring *ring, const struct plan *plan, uint32_t next, ui
     while (sender->staged < sender->total && sender->staged < sender->completed + SLOTS &&
            (sender->staged < plan->slices || sender->staged - plan->slices < receiver->arrived))
         sender->staged++;
-    /* Slices of the last step are not forwarded: nothing holds their slots. */
+    /* What waits to be forwarded holds its slot, unless a chunk exceeds the slots: then no rank could go on.
+     * What arrives in the last step waits for nothing. */
     uint32_t consumed = receiver->arrived;
-    if (sender->staged < sender->total)
+    if (plan->steps > 1 && plan->slices <= SLOTS && sender->staged < sender->total)
         consumed = sender->staged > plan->slices ? sender->staged - plan->slices : 0;
-    if (plan->steps == 1)
-        consumed = receiver->arrived;
     for (; receiver->granted < receiver->total && receiver->granted < consumed + SLOTS; moved = 1)
         if (grant(ring, previous))
             return -1;
@@ -383,8 +382,7 @@ static int wait_for_completion(struct ring *ring, int look_ms) {
     return 0;
 }
 
-/* The rank that work is missing from, or -1 when all is done; arrivals first, as without them nothing is
- * sent. */
+/* The rank that work is missing from, or -1 when all is done; arrivals first: others may wait for them. */
 static int missing(const struct ring *ring) {
     for (uint32_t peer = 0; peer < ring->nranks; peer++)
         if (ring->receivers[peer].arrived < ring->receivers[peer].total)
