@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import polars as pl
 
-from pulse_bpf.analysis.cover import Cause, cover
+from pulse_bpf.analysis.cover import DST, SRC, Cause, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Slower than its peers by this factor at least, and by this many robust deviations of all flows.
 SLOW_RATIO, DEVIATIONS = 0.75, 5.0
+# From this ratio of median bins on, a flow that looks slow over windows is starved. Bins that hold few packets
+# take few values, so it is nearer to 1.
+STARVED_RATIO = 0.9
 # Operators whose median makes one value, and how many such values a flow must be slow in.
 SMOOTHED, MIN_OPERATORS = 5, 5
-EDGE = ["src_node", "src_nic", "dst_node", "dst_nic"]
+EDGE = [*SRC, *DST]
+OPERATOR = ["comm_id", "kind", "step"]
 
 
 def find_slow(aligned: pl.DataFrame) -> tuple[list[Finding], list[str]]:
@@ -33,80 +37,125 @@ def find_slow(aligned: pl.DataFrame) -> tuple[list[Finding], list[str]]:
 
 
 def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
-    """One row per operator (comm_id, step) and flow (EDGE), in the shape `cover` wants, with rates and ratios.
+    """One row per operator (comm_id, kind, step) and flow (EDGE), in the shape `cover` wants.
 
-    Rates are Gbit/s at the sender (`tx`) and the receiver (`rx`) while bursting; a ratio is the running median
-    over SMOOTHED operators of the rate against the upper quartile of the other flows of the operator.
+    A port's rate is that of all its flows together, since they share it: `tx_*` of the sending, `rx_*` of the receiving port,
+    in Gbit/s while bursting. Its ratio is the running median over SMOOTHED operators of the rate against the
+    upper quartile of the other ports in the same operator. `link_ratio` compares a flow with those that share its
+    sender and with those that share its receiver, the better of both; null where nothing shares them.
     """
+    flows = aligned.filter(
+        pl.col("level") == "flow", pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null()
+    )
     ends = [
-        _end(aligned.filter(pl.col("direction") == "tx"), "tx", ("node", "nic", "peer_node", "peer_nic")),
-        _end(aligned.filter(pl.col("direction") == "rx"), "rx", ("peer_node", "peer_nic", "node", "nic")),
-    ]
-    key = ["comm_id", "kind", "step", *EDGE]
-    cells = ends[0].join(ends[1], on=key, how="full", coalesce=True, nulls_equal=True)
-    cells = cells.with_columns(start_ns=pl.min_horizontal("tx_start_ns", "rx_start_ns"))
-    return cells.with_columns(
-        weight=pl.when(pl.col("at_src").fill_null(False) | pl.col("at_dst").fill_null(False))
-        .then(-pl.min_horizontal("tx_ratio", "rx_ratio").log())
-        .otherwise(0.0)
-    ).sort(*key)
-
-
-def _end(rows: pl.DataFrame, way: str, columns: tuple[str, str, str, str]) -> pl.DataFrame:
-    rates = (
-        rows.filter(
-            pl.col("level") == "flow", pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null()
-        )
-        .select(
-            "comm_id",
-            "kind",
-            "step",
+        flows.filter(pl.col("direction") == way).select(
+            *OPERATOR,
             *(pl.col(name).alias(edge) for name, edge in zip(columns, EDGE, strict=True)),
-            "burst_gbps",
-            "wmed_gbps",
-            "start_ns",
-            (pl.col("last_byte_ns") - pl.col("start_ns")).alias("span_ns"),
-            "bytes",
+            pl.col("burst_gbps").alias(f"{way}_flow_gbps"),
+            pl.col("start_ns").alias(f"{way}_start_ns"),
         )
-        .group_by("comm_id", "kind", "step", *EDGE)
-        .agg(pl.col("burst_gbps", "wmed_gbps", "bytes").sum(), pl.col("start_ns").min(), pl.col("span_ns").max())
+        for way, columns in (
+            ("tx", ("node", "nic", "peer_node", "peer_nic")),
+            ("rx", ("peer_node", "peer_nic", "node", "nic")),
+        )
+    ]
+    key = [*OPERATOR, *EDGE]
+    # Where a process has several flow groups to one peer port they count as one.
+    ends = [end.group_by(key).agg(pl.col("^.*_flow_gbps$").sum(), pl.col("^.*_start_ns$").min()) for end in ends]
+    cells = ends[0].join(ends[1], on=key, how="full", coalesce=True, nulls_equal=True)
+    cells = cells.with_columns(
+        start_ns=pl.min_horizontal("tx_start_ns", "rx_start_ns"),
+        flow_gbps=pl.min_horizontal("tx_flow_gbps", "rx_flow_gbps"),
     )
-    for rate in ("burst_gbps", "wmed_gbps"):
-        rates = _ratio(rates, rate)
-    log = pl.col("burst_gbps_ratio").log()
-    group = ["comm_id", "kind"]
-    deviation = 1.4826 * (log - log.median().over(group)).abs().median().over(group)
-    limit = pl.min_horizontal(pl.lit(SLOW_RATIO).log(), -DEVIATIONS * deviation)
-    # The median bin must be slow too: a flow that bursts at full speed inside a window is starved, not slow.
-    slow = (log < limit) & (pl.col("wmed_gbps_ratio") < SLOW_RATIO)
-    enough = slow.sum().over("comm_id", "kind", *EDGE) >= MIN_OPERATORS
-    names = {name: f"{way}_{name}" for name in ("burst_gbps", "start_ns", "span_ns", "bytes")}
-    names |= {"burst_gbps_ratio": f"{way}_ratio", "burst_gbps_reference": f"{way}_reference"}
-    return (
-        rates.with_columns((slow & enough).alias("at_src" if way == "tx" else "at_dst"))
-        .rename(names)
-        .drop("wmed_gbps", "wmed_gbps_ratio", "wmed_gbps_reference")
+    for way, port in (("tx", SRC), ("rx", DST)):
+        rates = _port_rates(aligned, way).rename({"node": port[0], "nic": port[1]})
+        cells = cells.join(rates, on=[*OPERATOR, *port], how="left", nulls_equal=True)
+    cells = cells.with_columns(
+        (pl.col("flow_gbps") / _others("flow_gbps", [*OPERATOR, *port], 0.5)).alias(ratio)
+        for ratio, port in (("beside_src", SRC), ("beside_dst", DST))
+    )
+    cells = cells.with_columns(
+        link_ratio=pl.when(pl.col("beside_src").is_not_null() & pl.col("beside_dst").is_not_null()).then(
+            pl.max_horizontal("beside_src", "beside_dst")
+        )
+    )
+    cells = cells.with_columns(
+        _smooth(pl.col(ratio), EDGE).alias(ratio) for ratio in ("beside_src", "beside_dst", "link_ratio")
+    )
+    # What a port sends is slow because of the port only if its flows are slow beside what others send to the same
+    # receivers, and what it receives only if they are slow beside what the same senders send elsewhere.
+    cells = cells.with_columns(
+        at_src=pl.col("at_src")
+        & (pl.col("beside_dst").median().over(*OPERATOR, *SRC) < SLOW_RATIO).fill_null(True),
+        at_dst=pl.col("at_dst")
+        & (pl.col("beside_src").median().over(*OPERATOR, *DST) < SLOW_RATIO).fill_null(True),
+        at_link=_slow("link_ratio", EDGE),
+    )
+    worst = pl.min_horizontal(
+        pl.when(flag).then(ratio)
+        for flag, ratio in (("at_src", "tx_ratio"), ("at_dst", "rx_ratio"), ("at_link", "link_ratio"))
+    )
+    return cells.with_columns(weight=(-worst.log()).fill_null(0.0)).sort(key)
+
+
+def _port_rates(aligned: pl.DataFrame, way: str) -> pl.DataFrame:
+    """Per operator and port: WAY_gbps, WAY_reference, WAY_ratio, WAY_span_ns, WAY_bytes, and whether it is slow."""
+    rows = aligned.filter(
+        pl.col("direction") == way, pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null()
+    )
+    summed = rows.filter(pl.col("level") == "nic")
+    port = [*OPERATOR, "node", "nic"]
+    single = rows.filter(pl.col("level") == "flow").join(summed, on=[*port, "pid"], how="anti", nulls_equal=True)
+    rates = (
+        pl.concat([summed, single])
+        .with_columns(span_ns=pl.col("last_byte_ns") - pl.col("start_ns"))
+        .group_by(port)
+        .agg(pl.col("burst_gbps", "wmed_gbps", "bytes").sum(), pl.col("span_ns").max())
+    )
+    references = [_others(rate, OPERATOR, 0.75).alias(f"{rate}_reference") for rate in ("burst_gbps", "wmed_gbps")]
+    rates = rates.with_columns(references)
+    rates = rates.with_columns(
+        _smooth(pl.col(rate) / pl.col(f"{rate}_reference"), ["node", "nic"]).alias(f"{rate}_ratio")
+        for rate in ("burst_gbps", "wmed_gbps")
+    )
+    # The median bin must be slow too: what bursts at full speed inside a window is starved, not slow.
+    slow = _slow("burst_gbps_ratio", ["node", "nic"]) & (pl.col("wmed_gbps_ratio") < STARVED_RATIO)
+    return rates.select(
+        *port,
+        pl.col("burst_gbps").alias(f"{way}_gbps"),
+        pl.col("burst_gbps_reference").alias(f"{way}_reference"),
+        pl.col("burst_gbps_ratio").alias(f"{way}_ratio"),
+        pl.col("span_ns").alias(f"{way}_span_ns"),
+        pl.col("bytes").alias(f"{way}_bytes"),
+        slow.alias("at_src" if way == "tx" else "at_dst"),
     )
 
 
-def _ratio(rates: pl.DataFrame, rate: str) -> pl.DataFrame:
-    """Adds RATE_reference, the upper quartile over the other flows of the operator, and RATE_ratio against it."""
-    group = ["comm_id", "kind", "step"]
+def _others(rate: str, group: list[str], share: float) -> pl.Expr:
+    """The quantile `share` of `rate` over the others of the group, the higher of two; null for one alone."""
     ordered = pl.col(rate).sort().implode().over(group).list
     place = pl.col(rate).rank("ordinal").over(group).cast(pl.Int64) - 1
-    quartile = ((pl.len().over(group).cast(pl.Int64) - 2).clip(0) * 0.75).ceil().cast(pl.Int64)
+    quartile = ((pl.len().over(group).cast(pl.Int64) - 2).clip(0) * share).ceil().cast(pl.Int64)
     others = ordered.get(quartile + (place <= quartile).cast(pl.Int64), null_on_oob=True)
-    rates = rates.with_columns(pl.when(pl.len().over(group) > 1).then(others).alias(f"{rate}_reference"))
-    ratio = pl.col(rate) / pl.col(f"{rate}_reference")
-    smooth = ratio.rolling_median(SMOOTHED, min_samples=3, center=True)
-    return rates.with_columns(
-        smooth.over("comm_id", "kind", *EDGE, order_by="step").alias(f"{rate}_ratio")
-    )
+    return pl.when(pl.len().over(group) > 1).then(others)
+
+
+def _smooth(ratio: pl.Expr, which: list[str]) -> pl.Expr:
+    """The running median of `ratio` over the steps of one kind of operator."""
+    return ratio.rolling_median(SMOOTHED, min_samples=3, center=True).over("comm_id", "kind", *which, order_by="step")
+
+
+def _slow(ratio: str, which: list[str]) -> pl.Expr:
+    """Whether `ratio` is low, by more than it wavers over time, in enough operators."""
+    log, group = pl.col(ratio).log(), ["comm_id", "kind"]
+    wavers = 1.4826 * (log - log.median().over(*group, *which)).abs().median().over(group)
+    slow = log < pl.min_horizontal(pl.lit(SLOW_RATIO).log(), -DEVIATIONS * wavers)
+    return slow & (slow.sum().over(*group, *which) >= MIN_OPERATORS)
 
 
 def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
     sided = "rx" if cause.what == "ingress" or bad["at_src"].sum() == 0 else "tx"
-    rate = _median(bad[f"{sided}_burst_gbps"])
+    rate = _median(bad[f"{sided}_gbps"])
     reference = _median(bad[f"{sided}_reference"])
     ratio = rate / reference
     first, last = int(bad["start_ns"].min()), int((bad["start_ns"] + bad[f"{sided}_span_ns"].fill_null(0)).max())  # type: ignore[arg-type, operator]
@@ -177,7 +226,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
 
 def _busy(cells: pl.DataFrame, way: str) -> float | None:
     """Median share of an operator's time that a flow would need at its own bursting rate."""
-    needed = pl.col(f"{way}_bytes") * 8 / pl.col(f"{way}_burst_gbps") / pl.col(f"{way}_span_ns")
+    needed = pl.col(f"{way}_bytes") * 8 / pl.col(f"{way}_gbps") / pl.col(f"{way}_span_ns")
     value = cells.select(needed.median()).item() if not cells.is_empty() else None
     return None if value is None else min(1.0, float(value))
 
