@@ -98,7 +98,10 @@ def shape(host: int, rate_bytes: int) -> None:
 
 
 def lose(host: int, percent: float | None) -> None:
-    """Drops `percent` of what `host` sends, before the shaper; None ends that."""
+    """Drops `percent` of what `host` sends, before the shaper.
+
+    None ends that, but leaves the shaper without a queue, so that nothing gets out until shape() is called.
+    """
     with IPRoute() as ip:
         index = _index(ip, host_interface(host))
         if percent is None:
