@@ -70,12 +70,12 @@ class Recording:
         self.outcome = Outcome()
         self._writer = writer
         self._nodes = [host.node for host in hosts]
-        self._started_ns = time.time_ns()
         # One offset for the whole recording keeps every bin on one phase; `clocks` lets a reader redo it.
         offset_ns = clock.anchor().offset_ns
         self._probes = ProbeSet({pid: host.node for host in hosts for pid in host.pids}, offset_ns)
         cleanup.callback(self._probes.close)
         self._pids = self._attach(hosts)
+        self._attached_ns = time.time_ns()
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
@@ -187,7 +187,7 @@ class Recording:
     def _coverage(self) -> pl.DataFrame:
         """What the readers covered, and the calls: one row per node for source "uprobe", without a NIC."""
         now_ns, lost = time.time_ns(), self._probes.lost
-        rows = [(node, "uprobe", None, None, None, self._started_ns, now_ns, lost) for node in self._nodes]
+        rows = [(node, "uprobe", None, None, None, self._attached_ns, now_ns, lost) for node in self._nodes]
         calls = pl.DataFrame(rows, schema=COVERAGE, orient="row")
         self.outcome.lost = lost
         if not self._reader:
