@@ -26,9 +26,7 @@ def align(operators: pl.DataFrame) -> pl.DataFrame:
         .with_columns(what=pl.struct("kind", "op_bytes").rank("dense"))
     )
     shifts: list[tuple[str, int, int]] = []
-    numbered = [
-        comm for (comm,), frame in calls.group_by("comm_id") if not frame["nccl_seq"].null_count()
-    ]
+    numbered = [comm for (comm,), frame in calls.group_by("comm_id") if not frame["nccl_seq"].null_count()]
     for (comm,), frame in calls.filter(~pl.col("comm_id").is_in(numbered)).group_by("comm_id"):
         ranks = {rank: part for (rank,), part in frame.partition_by("rank", as_dict=True).items()}
         reference = max(ranks, key=lambda rank: (ranks[rank].height, -rank))
@@ -36,7 +34,9 @@ def align(operators: pl.DataFrame) -> pl.DataFrame:
             shift = _shift(_arrays(part), _arrays(ranks[reference]))
             if shift is not None:
                 shifts.append((str(comm), int(rank), shift))
-    table = pl.DataFrame(shifts, schema={"comm_id": pl.String, "rank": pl.Int32, "shift": pl.Int64}, orient="row")
+    table = pl.DataFrame(
+        shifts, schema={"comm_id": pl.String, "rank": pl.Int32, "shift": pl.Int64}, orient="row"
+    )
     own = pl.col("op_seq").cast(pl.Int64) + pl.col("shift")
     theirs = pl.when(pl.col("comm_id").is_in(numbered)).then(pl.col("nccl_seq").cast(pl.Int64))
     return (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import polars as pl
-
 from pulse_bpf.analysis.load import Recording
+
 from pulse_bpf.schema import I32, I64, STR, U8, U32, U64, flow_id
 
 QP = ["node", "nic", "port", "qpn"]
@@ -240,6 +240,6 @@ def _by_calls(candidates: pl.DataFrame, ops: pl.DataFrame, rows: pl.DataFrame) -
     )
     share = traffic.group_by("flow", "called").agg(pl.col("bytes").sum())
     share = share.filter(pl.col("bytes") >= 0.9 * pl.col("bytes").sum().over("flow"))
-    return candidates.join(share, left_on=["flow", "comm_id"], right_on=["flow", "called"], how="semi").unique(
-        "flow", keep="none"
-    )
+    return candidates.join(
+        share, left_on=["flow", "comm_id"], right_on=["flow", "called"], how="semi"
+    ).unique("flow", keep="none")

@@ -41,7 +41,7 @@ def cover(cells: pl.DataFrame) -> Cause | None:
     bad = cells.filter(pl.col("weight") > 0)
     if bad.is_empty():
         return None
-    total = bad["weight"].sum()
+    total = float(bad["weight"].sum())
     first, last = bad["start_ns"].min(), bad["start_ns"].max()
     during = cells.filter(pl.col("start_ns").is_between(first, last))
     from_src = bad.filter(pl.col("at_src").fill_null(True))
@@ -51,7 +51,7 @@ def cover(cells: pl.DataFrame) -> Cause | None:
 
     names, covered, second = link
     if covered >= COVERED and _share_bad(during, dict(zip([*SRC, *DST], names, strict=True))) >= CONSISTENT:
-        return Cause("link", names[:2], names[2:], covered, second / covered)
+        return Cause("link", (names[0], names[1]), (names[2], names[3]), covered, second / covered)
     ports = sorted(
         [
             (_share_bad(during, dict(zip(SRC, egress[0], strict=True))), egress, "egress"),
@@ -64,8 +64,8 @@ def cover(cells: pl.DataFrame) -> Cause | None:
     second = max(second, ports[1][1][1])
     if covered >= COVERED and consistent >= CONSISTENT and second <= RUNNER_UP * covered:
         if what == "egress":
-            return Cause("egress", names, None, covered, second)
-        return Cause("ingress", None, names, covered, second)
+            return Cause("egress", (names[0], names[1]), None, covered, second)
+        return Cause("ingress", None, (names[0], names[1]), covered, second)
     return _both_ways(bad, during, total) or Cause("network", None, None, covered, second)
 
 
@@ -101,7 +101,11 @@ def _both_ways(bad: pl.DataFrame, during: pl.DataFrame, total: float) -> Cause |
 
 def _best(bad: pl.DataFrame, key: list[str], total: float) -> tuple[tuple[str, ...], float, float]:
     """The value of `key` with most weight, its share of `total`, and that of the next."""
-    sums = bad.group_by(key).agg(pl.col("weight").sum()).sort("weight", *key, descending=[True] + [False] * len(key))
+    sums = (
+        bad.group_by(key)
+        .agg(pl.col("weight").sum())
+        .sort("weight", *key, descending=[True] + [False] * len(key))
+    )
     if sums.is_empty():
         return ("",) * len(key), 0.0, 0.0
     second = sums["weight"][1] / total if sums.height > 1 else 0.0

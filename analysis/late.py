@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import polars as pl
-
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # A lag counts when it exceeds the peers' by this share of the time between operators and so many deviations.
@@ -40,10 +39,10 @@ def find_late(aligned: pl.DataFrame) -> list[Finding]:
     if calls.is_empty():
         return []
     calls = calls.with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
-    window_ns = int(calls["call_ns"].max() - calls["call_ns"].min())  # type: ignore[operator]
+    window_ns = int(calls.select(pl.col("call_ns").max() - pl.col("call_ns").min()).item())
     period_ns = window_ns / max(1, calls.select(key).unique().height)
-    deviation = 1.4826 * float(calls["excess_ns"].abs().median() or 0)  # type: ignore[arg-type]
-    bin_ns = int(calls["bin_ns"].max() or 0)  # type: ignore[arg-type]
+    deviation = 1.4826 * float(calls.select(pl.col("excess_ns").abs().median()).item())
+    bin_ns = int(calls.select(pl.col("bin_ns").max()).item() or 0)
     limit = max(LATE_SHARE * period_ns, DEVIATIONS * deviation, 3 * bin_ns)
     late = pl.col("excess_ns") > limit
     costs = (

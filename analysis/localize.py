@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
-
 from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.late import find_late
@@ -19,6 +19,8 @@ MIN_OPERATORS = 10
 # More unattributed traffic, or fewer measurable operators, than these shares leave too much unseen.
 MAX_UNATTRIBUTED, MIN_MEASURED = 0.1, 0.5
 MIN_CONFIDENCE = 0.5
+# Events lost per operator above which something may have been overlooked.
+MAX_LOST = 0.01
 
 
 def localize(
@@ -42,11 +44,14 @@ def localize(
     for finding in [*slow, *find_late(aligned)]:
         if not any(_touches(earlier, finding) for earlier in found):
             found.append(finding)
-    lowered = 0.8 if coverage["lost"] or damaged else 1.0
-    sure = [finding for finding in found if finding.confidence * lowered >= MIN_CONFIDENCE]
+    if coverage["lost"] or damaged:
+        found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
+    sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
     missing = [*stops.undecided, *unexplained, *_missing(aligned, tables, coverage)]
     missing += [
-        f"a {finding.kind} at {finding.node} is likely but not certain" for finding in found if finding not in sure
+        f"a {finding.kind} at {finding.node} is likely but not certain"
+        for finding in found
+        if finding not in sure
     ]
     verdict: Verdict = "undecided" if missing else "healthy"
     if any(finding.scope in (*ACCUSING, "group", "network") for finding in sure):
@@ -57,8 +62,8 @@ def localize(
 
 def _touches(one: Finding, other: Finding) -> bool:
     """Whether two findings name a node in common."""
-    first, second = (set(item.nodes or ()) | {item.node, item.peer_node} for item in (one, other))
-    return bool((first & second) - {None})
+    first, second = ({*(item.nodes or ()), item.node, item.peer_node} for item in (one, other))
+    return any(name is not None for name in first & second)
 
 
 def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:
@@ -88,7 +93,9 @@ def _missing(
         finished = part.filter(pl.col("end_ns").is_not_null())
         count = finished.select("step").n_unique() if not finished.is_empty() else 0
         if count < MIN_OPERATORS:
-            missing.append(f"communicator {comm}: {count} finished operators with traffic, {MIN_OPERATORS} are needed")
+            missing.append(
+                f"communicator {comm}: {count} finished operators with traffic, {MIN_OPERATORS} are needed"
+            )
         moving = finished["rank"].n_unique()
         if count and moving < seen:
             missing.append(f"communicator {comm}: traffic of {seen - moving} of its ranks was not seen")
@@ -96,8 +103,10 @@ def _missing(
         if count and measured.null_count() > (1 - MIN_MEASURED) * len(measured):
             missing.append(f"communicator {comm}: its operators are too small for the bins")
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED:
-        missing.append(f"{coverage['unattributed_share']:.0%} of the traffic belongs to no known communicator")
-    if coverage["lost"]:
+        missing.append(
+            f"{coverage['unattributed_share']:.0%} of the traffic belongs to no known communicator"
+        )
+    if coverage["lost"] > MAX_LOST * coverage["operators"]:
         missing.append(f"{coverage['lost']} events were lost")
     return missing
 
@@ -122,7 +131,9 @@ def _coverage(
         "bytes_outside_calls": by_level.get("traffic", 0),
         "bytes_unattributed": dict(reasons.iter_rows()),
         "unattributed_share": by_level.get("unattributed", 0) / total if total else 0.0,
-        "operators": operators.filter(pl.col("op_seq").is_not_null()).select("node", "pid", "program_pos").n_unique(),
+        "operators": operators.filter(pl.col("op_seq").is_not_null())
+        .select("node", "pid", "program_pos")
+        .n_unique(),
         "operators_without_traffic": operators.filter(pl.col("level") == "call").height,
         # Readers that cannot tell which port lost repeat their total in each row, so the largest is it.
         "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import polars as pl
-
-from pulse_bpf.analysis.cover import SRC, DST, cover
+from pulse_bpf.analysis.cover import DST, SRC, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Share of repeated bytes from which a flow counts as lossy, unless others repeat nearly as much.
@@ -17,9 +16,9 @@ EDGE = [*SRC, *DST]
 def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFrame) -> list[Finding]:
     """The component that loses packets, by total repeats and refusals per flow.
 
-    `flow_ends`: node, nic, port, qpn, peer_node, peer_nic of each QP, which says whose flow an event belongs to. Repeats
-    come from the sender's side where it was seen. Loss on one flow names its link: which end or what between them
-    lost the packets does not show in repeats.
+    `flow_ends`: node, nic, port, qpn, peer_node, peer_nic of each QP, which says whose flow an event
+    belongs to. Repeats come from the sender's side. Loss on one flow names its link: which end of it, or what between them, lost
+    the packets does not show in repeats.
     """
     flows = aligned.filter(pl.col("level").is_in(["flow", "traffic"]), pl.col("peer_node").is_not_null())
     sent = flows.filter(pl.col("direction") == "tx").select(
@@ -55,7 +54,7 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
         .with_columns(pl.col("naks").fill_null(0), share=pl.col("retx_bytes") / pl.col("bytes"))
         .sort(EDGE)
     )
-    usual = float(totals["share"].median() or 0.0)  # type: ignore[arg-type]
+    usual = float(totals.select(pl.col("share").median()).item() or 0.0)
     lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & (
         (pl.col("naks") >= MIN_SEEN) | (pl.col("hit") >= MIN_SEEN)
     )
@@ -69,7 +68,9 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
     if cause is None or cause.what == "network":
         return []
     bad = cells.filter(pl.col("weight") > 0)
-    repeated, naks = float(bad["retx_bytes"].sum() / bad["bytes"].sum()), int(bad["naks"].sum())
+    repeated = float(bad.select(pl.col("retx_bytes").sum() / pl.col("bytes").sum()).item())
+    naks = int(bad["naks"].sum())
+    first, last = bad.select(pl.col("begins").min(), pl.col("last_byte_ns").max()).row(0)
     src, dst = cause.src, cause.dst
     link = cause.what == "link"
     place = src if link or cause.what != "ingress" else dst
@@ -84,7 +85,9 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
             f"{repeated:.1%} of the bytes that cross it are sent again, {usual:.1%} on the median flow "
             f"({operators} operators hit).",
         ),
-        Evidence("naks", naks, None, operators, f"Receivers refused packets out of sequence {naks} times there."),
+        Evidence(
+            "naks", naks, None, operators, f"Receivers refused packets out of sequence {naks} times there."
+        ),
     ]
     return [
         Finding(
@@ -93,8 +96,8 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
             scope="link" if link else "nic",
             confidence=round(min(0.95, 0.5 + cause.covered / 2 * min(1.0, operators / 10)), 3),
             slowdown=1.0,
-            first_ns=int(bad["begins"].min()),  # type: ignore[arg-type]
-            last_ns=int(bad["last_byte_ns"].max()),  # type: ignore[arg-type]
+            first_ns=first,
+            last_ns=last,
             evidence=evidence,
             node=place[0],
             nic=place[1],

@@ -4,73 +4,72 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
+from pulse_bpf.analysis.segment import PROCESS, Floats, Longs, Segments
 
-from pulse_bpf.analysis.segment import PROCESS, Segments
-from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
+from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U8, U64
 
-OPERATORS = pl.Schema(
-    {
-        "level": STR,
-        "node": STR,
-        "nic": STR,
-        "port": U8,
-        "direction": STR,
-        "pid": I64,
-        "peer_pid": I64,
-        "gpu": I32,
-        "comm_id": STR,
-        "channel": I32,
-        "kind": STR,
-        "op_seq": U64,
-        "program_pos": U64,
-        "rank": I32,
-        "nranks": I32,
-        "peer_rank": I32,
-        "peer_node": STR,
-        "peer_nic": STR,
-        "flows": pl.List(U64),
-        "op_bytes": U64,
-        "nccl_seq": U64,
-        "call_ns": I64,
-        "prev_end_ns": I64,
-        "start_ns": I64,
-        "end_ns": I64,
-        "start_err_ns": I64,
-        "end_err_ns": I64,
-        "bytes": I64,
-        "expected_bytes": I64,
-        "completion": F64,
-        "retx_bytes": I64,
-        "ctl_packets": I64,
-        "active_ns": I64,
-        "active_gbps": F64,
-        "burst_gbps": F64,
-        "peak_gbps": F64,
-        "max_gbps": F64,
-        "p95_gbps": F64,
-        "wmed_gbps": F64,
-        "bin_cv": F64,
-        "last_byte_ns": I64,
-        "start_lag_ns": I64,
-        "gap_sender_ns": I64,
-        "gap_receiver_ns": I64,
-        "gap_network_ns": I64,
-        "gap_unknown_ns": I64,
-        "tail_ns": I64,
-        "first_gap_ns": I64,
-        "stalls": I64,
-        "stall_ns": I64,
-        "stall_trickle_ns": I64,
-        "first_stall_ns": I64,
-        "first_stall_len_ns": I64,
-        "first_stall_bytes": I64,
-        "bin_ns": I64,
-        "paced": pl.Boolean,
-        "origin": STR,
-        "confidence": F64,
-        "reason": STR,
-    }
-)
+_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
+    "level": STR,
+    "node": STR,
+    "nic": STR,
+    "port": U8,
+    "direction": STR,
+    "pid": I64,
+    "peer_pid": I64,
+    "gpu": I32,
+    "comm_id": STR,
+    "channel": I32,
+    "kind": STR,
+    "op_seq": U64,
+    "program_pos": U64,
+    "rank": I32,
+    "nranks": I32,
+    "peer_rank": I32,
+    "peer_node": STR,
+    "peer_nic": STR,
+    "flows": pl.List(U64),
+    "op_bytes": U64,
+    "nccl_seq": U64,
+    "call_ns": I64,
+    "prev_end_ns": I64,
+    "start_ns": I64,
+    "end_ns": I64,
+    "start_err_ns": I64,
+    "end_err_ns": I64,
+    "bytes": I64,
+    "expected_bytes": I64,
+    "completion": F64,
+    "retx_bytes": I64,
+    "ctl_packets": I64,
+    "active_ns": I64,
+    "active_gbps": F64,
+    "burst_gbps": F64,
+    "peak_gbps": F64,
+    "max_gbps": F64,
+    "p95_gbps": F64,
+    "wmed_gbps": F64,
+    "bin_cv": F64,
+    "last_byte_ns": I64,
+    "start_lag_ns": I64,
+    "gap_sender_ns": I64,
+    "gap_receiver_ns": I64,
+    "gap_network_ns": I64,
+    "gap_unknown_ns": I64,
+    "tail_ns": I64,
+    "first_gap_ns": I64,
+    "stalls": I64,
+    "stall_ns": I64,
+    "stall_trickle_ns": I64,
+    "first_stall_ns": I64,
+    "first_stall_len_ns": I64,
+    "first_stall_bytes": I64,
+    "bin_ns": I64,
+    "paced": BOOL,
+    "origin": STR,
+    "confidence": F64,
+    "reason": STR,
+}
+OPERATORS = pl.Schema(_COLUMNS)
 # A bin counts as active above this share of the flow's 95th percentile: less is a trickle of control data.
 ACTIVE_SHARE = 0.2
 # A silence is a stall when it is this much of the operator, and long enough in bins not to be one packet's.
@@ -79,12 +78,14 @@ STALL_SHARE, STALL_BINS = 0.1, 8
 WINDOW_BINS = 2.0
 
 
-def measure(segments: Segments, operators: pl.DataFrame, flows: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+def measure(
+    segments: Segments, operators: pl.DataFrame, flows: pl.DataFrame, rows: pl.DataFrame
+) -> pl.DataFrame:
     """The operators table: the columns of the recording format, and these of its own.
 
     `level`: "flow" for one operator on one flow group; "nic" for one operator and direction of a NIC, summed
-    over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes of a flow
-    group outside every call seen; "unattributed" for bytes of a NIC that belong to no communicator (`reason`).
+    over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes of
+    a flow group outside every call seen; "unattributed" for bytes of a NIC that belong to no communicator (`reason`).
     All bytes of the samples are in exactly one row of level flow, traffic or unattributed. `burst_gbps` is the
     upper quartile of the rates over windows of equal volume; `last_byte_ns` is known also where end_ns is null.
     `op_bytes`, `nccl_seq`, `nranks` are those of the call; `paced` as segment says. Sorted by node, nic,
@@ -104,7 +105,9 @@ def measure(segments: Segments, operators: pl.DataFrame, flows: pl.DataFrame, ro
         .with_columns(level=pl.lit("flow"))
     )
     of_nic = _of_nics(used, of_flow)
-    own = pl.concat([of_flow, of_nic], how="diagonal")
+    own = pl.concat([of_flow, of_nic], how="diagonal").with_columns(
+        pl.col("bytes", "retx_bytes").fill_null(0)
+    )
     silent = operators.join(of_flow.filter(pl.col("bytes") > 0), on="op", how="anti").with_columns(
         level=pl.lit("call"), direction=pl.lit("tx"), bytes=pl.lit(0, I64)
     )
@@ -177,7 +180,9 @@ def _shape(pieces: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     """Rates, silences and times of each `key`; `pieces` in time order within it."""
     bins = (
         pieces.group_by(*key, "t_ns", maintain_order=True)
-        .agg(pl.col("net", "retx_bytes", "ctl_packets", "bytes").sum(), pl.col("bin_ns", "window_bytes").max())
+        .agg(
+            pl.col("net", "retx_bytes", "ctl_packets", "bytes").sum(), pl.col("bin_ns", "window_bytes").max()
+        )
         .sort(*key, "t_ns")
     )
     rates = bins.filter(pl.col("net") > 0)
@@ -198,7 +203,9 @@ def _shape(pieces: pl.DataFrame, key: list[str]) -> pl.DataFrame:
         bin_ns.alias("bin_ns"),
         (active.sum() * bin_ns).alias("active_ns"),
         (net.filter(active).sum() * gbps / active.sum()).alias("active_gbps"),
-        (pl.coalesce(net.sort(descending=True).get(1, null_on_oob=True), net.max()) * gbps).alias("peak_gbps"),
+        (pl.coalesce(net.sort(descending=True).get(1, null_on_oob=True), net.max()) * gbps).alias(
+            "peak_gbps"
+        ),
         (net.max() * gbps).alias("max_gbps"),
         (p95 * gbps).alias("p95_gbps"),
         (_weighted(net, 0.5) * gbps).alias("wmed_gbps"),
@@ -232,6 +239,7 @@ def _burst(rates: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     ends = np.cumsum(rates["net"].to_numpy())
     net, t_ns = rates["net"].to_numpy(), rates["t_ns"].to_numpy()
     width = rates["bin_ns"].cast(I64).to_numpy()
+    origin = t_ns[0] if len(t_ns) else 0  # floats are exact near it, not near the epoch
     begin = np.cumsum(extent["volume"].to_numpy()) - extent["volume"].to_numpy()
     owner = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
@@ -241,9 +249,9 @@ def _burst(rates: pl.DataFrame, key: list[str]) -> pl.DataFrame:
     first = np.minimum(np.searchsorted(ends, low + 1e-6, "right"), len(ends) - 1)
     last = np.minimum(np.searchsorted(ends, high - 1e-6, "left"), len(ends) - 1)
 
-    def moment(index: np.ndarray, position: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    def moment(index: Longs, position: Floats) -> Floats:
         share = (position - (ends[index] - net[index])) / net[index]
-        return np.asarray((t_ns[index] - t_ns[0]) + np.clip(share, 0, 1) * width[index])
+        return np.asarray((t_ns[index] - origin) + np.clip(share, 0, 1) * width[index])
 
     duration = moment(last, high) - moment(first, low)
     windows = extent.select(key)[owner].with_columns(gbps=pl.Series(size * 8 / np.maximum(duration, 1)))

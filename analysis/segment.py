@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.schema import F64, I32, I64, STR, U32, U64
+from pulse_bpf.schema import F64, I32, I64, U32, U64
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -89,7 +89,7 @@ def program(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 
 def segment(operators: pl.DataFrame, sent: pl.DataFrame, flows: pl.DataFrame, rows: pl.DataFrame) -> Segments:
-    """Cuts the samples `rows` of the attributed `flows` into the `operators` and point-to-point volumes of `program`."""
+    """Cuts the samples `rows` of the attributed `flows` into the `operators`, which `sent` as `program` says."""
     key = [*PROCESS, "nic", "port", "comm_id", "rank", "peer_rank", "peer_node", "peer_nic", "direction"]
     mine = flows.filter(pl.col("comm_id").is_not_null()).select(*key[:-1], "gpu", "peer_pid", "flow")
     traffic = rows.drop("node", "nic", "port", "qpn").join(mine, on="flow")
@@ -114,7 +114,9 @@ def segment(operators: pl.DataFrame, sent: pl.DataFrame, flows: pl.DataFrame, ro
         .sort("group", "t_ns")
     )
     kinds = operators["kind"].unique().sort().to_list()
-    expected = expected.with_columns(kind_index=pl.col("kind").replace_strict(kinds, range(len(kinds)), return_dtype=I32))
+    expected = expected.with_columns(
+        kind_index=pl.col("kind").replace_strict(kinds, range(len(kinds)), return_dtype=I32)
+    )
     calls_of = {group: frame for (group,), frame in expected.partition_by("group", as_dict=True).items()}
     bin_of = dict(groups.select("group", "bin_ns").iter_rows())
     cuts, pieces = [pl.DataFrame(schema=CUTS)], [pl.DataFrame(schema=PIECES)]
@@ -178,7 +180,10 @@ def _expected(groups: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame)
     return (
         pairs.with_columns(lane=lane)
         .join(share, on="group", how="left")
-        .with_columns(volume=pl.col("direct") * pl.col("lane") + pl.col("ring") * pl.col("share").fill_nan(0).fill_null(0))
+        .with_columns(
+            volume=pl.col("direct") * pl.col("lane")
+            + pl.col("ring") * pl.col("share").fill_nan(0).fill_null(0)
+        )
         .filter(pl.col("volume") > 0)
         .sort("group", "program_pos")
         .select("group", "op", "kind", "call_ns", "volume")
@@ -277,14 +282,16 @@ def _learn(low: Longs, volume: Floats, kind: NDArray[Any], bin_bytes: float) -> 
         middle = float(np.median(ratio[chosen]))
         near = np.abs(ratio - middle) <= PACED_TOLERANCE * middle + 2 * bin_bytes / volume[:-1]
         agreeing += int((near & chosen).sum())
-        if 0.9 <= middle <= 2.2 and abs(middle - 1) > VOLUME_TOLERANCE + bin_bytes / np.median(volume[:-1][chosen]):
+        if 0.9 <= middle <= 2.2 and abs(middle - 1) > VOLUME_TOLERANCE + bin_bytes / np.median(
+            volume[:-1][chosen]
+        ):
             factor[kind == number] = middle
     paced = int(usable.sum()) >= 3 and agreeing >= 0.6 * int(usable.sum())
     return (factor if paced else np.ones(len(volume))), paced
 
 
 def _first_offset(t_ns: Longs, total: Longs, bin_ns: int, starts: Floats, expected: Floats) -> float:
-    """How many more bytes of earlier, unseen calls precede the first operator: where most boundaries fall into silences."""
+    """How many bytes of earlier, unseen calls precede the first operator: most boundaries then fall into silences."""
     ends = starts + expected
     silences = total[:-1][np.diff(t_ns) > bin_ns]
     if len(starts) < 4 or len(silences) < len(starts):

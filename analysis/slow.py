@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import polars as pl
-
 from pulse_bpf.analysis.cover import DST, SRC, Cause, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
@@ -39,10 +38,11 @@ def find_slow(aligned: pl.DataFrame) -> tuple[list[Finding], list[str]]:
 def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
     """One row per operator (comm_id, kind, step) and flow (EDGE), in the shape `cover` wants.
 
-    A port's rate is that of all its flows together, since they share it: `tx_*` of the sending, `rx_*` of the receiving port,
-    in Gbit/s while bursting. Its ratio is the running median over SMOOTHED operators of the rate against the
-    upper quartile of the other ports in the same operator. `link_ratio` compares a flow with those that share its
-    sender and with those that share its receiver, the better of both; null where nothing shares them.
+    A port's rate is that of all its flows together, since they share it: `tx_*` of the sending, `rx_*` of
+    the receiving port, in Gbit/s while bursting. Its ratio is the running median over SMOOTHED operators of the
+    rate against the upper quartile of the other ports in the same operator. `link_ratio` compares a flow with
+    those that share its sender and with those that share its receiver, the better of both; null where nothing
+    shares them.
     """
     flows = aligned.filter(
         pl.col("level") == "flow", pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null()
@@ -61,7 +61,9 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
     ]
     key = [*OPERATOR, *EDGE]
     # Where a process has several flow groups to one peer port they count as one.
-    ends = [end.group_by(key).agg(pl.col("^.*_flow_gbps$").sum(), pl.col("^.*_start_ns$").min()) for end in ends]
+    ends = [
+        end.group_by(key).agg(pl.col("^.*_flow_gbps$").sum(), pl.col("^.*_start_ns$").min()) for end in ends
+    ]
     cells = ends[0].join(ends[1], on=key, how="full", coalesce=True, nulls_equal=True)
     cells = cells.with_columns(
         start_ns=pl.min_horizontal("tx_start_ns", "rx_start_ns"),
@@ -105,14 +107,18 @@ def _port_rates(aligned: pl.DataFrame, way: str) -> pl.DataFrame:
     )
     summed = rows.filter(pl.col("level") == "nic")
     port = [*OPERATOR, "node", "nic"]
-    single = rows.filter(pl.col("level") == "flow").join(summed, on=[*port, "pid"], how="anti", nulls_equal=True)
+    single = rows.filter(pl.col("level") == "flow").join(
+        summed, on=[*port, "pid"], how="anti", nulls_equal=True
+    )
     rates = (
         pl.concat([summed, single])
         .with_columns(span_ns=pl.col("last_byte_ns") - pl.col("start_ns"))
         .group_by(port)
         .agg(pl.col("burst_gbps", "wmed_gbps", "bytes").sum(), pl.col("span_ns").max())
     )
-    references = [_others(rate, OPERATOR, 0.75).alias(f"{rate}_reference") for rate in ("burst_gbps", "wmed_gbps")]
+    references = [
+        _others(rate, OPERATOR, 0.75).alias(f"{rate}_reference") for rate in ("burst_gbps", "wmed_gbps")
+    ]
     rates = rates.with_columns(references)
     rates = rates.with_columns(
         _smooth(pl.col(rate) / pl.col(f"{rate}_reference"), ["node", "nic"]).alias(f"{rate}_ratio")
@@ -142,7 +148,9 @@ def _others(rate: str, group: list[str], share: float) -> pl.Expr:
 
 def _smooth(ratio: pl.Expr, which: list[str]) -> pl.Expr:
     """The running median of `ratio` over the steps of one kind of operator."""
-    return ratio.rolling_median(SMOOTHED, min_samples=3, center=True).over("comm_id", "kind", *which, order_by="step")
+    return ratio.rolling_median(SMOOTHED, min_samples=3, center=True).over(
+        "comm_id", "kind", *which, order_by="step"
+    )
 
 
 def _slow(ratio: str, which: list[str]) -> pl.Expr:
@@ -158,7 +166,8 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
     rate = _median(bad[f"{sided}_gbps"])
     reference = _median(bad[f"{sided}_reference"])
     ratio = rate / reference
-    first, last = int(bad["start_ns"].min()), int((bad["start_ns"] + bad[f"{sided}_span_ns"].fill_null(0)).max())  # type: ignore[arg-type, operator]
+    span = pl.col("start_ns") + pl.col(f"{sided}_span_ns").fill_null(0)
+    first, last = bad.select(pl.col("start_ns").min(), last=span.max()).row(0)
     during = cells.filter(pl.col("start_ns").is_between(first, last))
     good = during.filter(pl.col("weight") == 0)
     operators = bad.select("comm_id", "step").unique().height
@@ -232,7 +241,7 @@ def _busy(cells: pl.DataFrame, way: str) -> float | None:
 
 
 def _median(values: pl.Series) -> float:
-    return float(values.drop_nulls().median() or 0.0)  # type: ignore[arg-type]
+    return float(values.to_frame().select(pl.all().median()).item() or 0.0)
 
 
 def speed(gbps: float) -> str:

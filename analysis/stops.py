@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import polars as pl
-
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Silent for so many times the usual time between operators, and the longest pause seen before, is stopped.
@@ -48,7 +47,8 @@ class _Silence:
 
     @property
     def text(self) -> str:
-        return f"{(self.end_ns - self.since_ns) / 1e9:.1f} s, usually {self.usual_ns / 1e9:.3f} s pass between operators"
+        seconds, usual = (self.end_ns - self.since_ns) / 1e9, self.usual_ns / 1e9
+        return f"{seconds:.1f} s, while operators usually follow each other after {usual:.3f} s"
 
 
 def _silence(part: pl.DataFrame, end_ns: int) -> _Silence | None:
@@ -70,7 +70,9 @@ def _who(
         part.sort("step")
         .group_by("node", "pid", "rank", maintain_order=True)
         .agg(pl.col("step").max(), pl.col("nranks").first())
-        .join(processes.select("node", "pid", "gone_ns").unique(["node", "pid"]), on=["node", "pid"], how="left")
+        .join(
+            processes.select("node", "pid", "gone_ns").unique(["node", "pid"]), on=["node", "pid"], how="left"
+        )
         .sort("rank")
     )
     last = int(ranks["step"].max())  # type: ignore[arg-type]
@@ -84,15 +86,28 @@ def _who(
         return f"communicator {comm} is silent for {silence.text}, with every operator finished"
     waiting = ranks.filter(pl.col("step") == last)
     if missing:
-        return f"communicator {comm} stopped, and {missing} of its ranks were not recorded: one may be the cause"
+        return (
+            f"communicator {comm} stopped, and {missing} of its ranks were not recorded: one may be the cause"
+        )
     # The first process to go, while others were still there for a while or are still.
     gone = ranks.filter(pl.col("gone_ns").is_not_null()).sort("gone_ns")
     if gone.height == 1 or (
         gone.height > 1 and gone["gone_ns"][1] - gone["gone_ns"][0] > max(silence.usual_ns, 1e8)
     ):
         culprit = gone.row(0, named=True)
-        text = f"Process {culprit['pid']} (rank {culprit['rank']}) is gone, and {waiting.height} ranks wait in operator {last}."
-        return _finding("crash", culprit, ranks, comm, silence, [Evidence("gone_ns", float(culprit["gone_ns"]), None, 1, text)], 0.95)
+        text = (
+            f"Process {culprit['pid']} (rank {culprit['rank']}) is gone, and {waiting.height} ranks wait in "
+            f"operator {last}."
+        )
+        return _finding(
+            "crash",
+            culprit,
+            ranks,
+            comm,
+            silence,
+            [Evidence("gone_ns", float(culprit["gone_ns"]), None, 1, text)],
+            0.95,
+        )
     if behind.height == 1:
         culprit = behind.row(0, named=True)
         text = (
@@ -103,20 +118,42 @@ def _who(
         return _finding("hang", culprit, ranks, comm, silence, evidence, 0.9, "never entered")
     if behind.height:
         return f"communicator {comm} stopped, and ranks {behind['rank'].to_list()} all miss operator {last}"
-    return _least(comm, unfinished, ranks, silence)
+    return _inside(comm, unfinished, ranks, silence)
 
 
-def _least(comm: str, unfinished: pl.DataFrame, ranks: pl.DataFrame, silence: _Silence) -> Finding | str:
-    """All ranks are inside the operator: in a ring the one that stopped has sent the least."""
+def _inside(comm: str, unfinished: pl.DataFrame, ranks: pl.DataFrame, silence: _Silence) -> Finding | str:
+    """All ranks are inside the operator.
+
+    Where all stuck flows have one rank in common it is that one. In a ring everything is stuck, and the one
+    that stopped has sent the least: the next ones could still forward what they had got from it.
+    """
+    flows = unfinished.filter(pl.col("level") == "flow", pl.col("completion").is_not_null())
+    ends = flows.select(
+        a=pl.min_horizontal("rank", "peer_rank"), b=pl.max_horizontal("rank", "peer_rank")
+    ).unique()
+    common = [
+        rank
+        for rank in ranks["rank"]
+        if ends.select(((pl.col("a") == rank) | (pl.col("b") == rank)).all()).item()
+    ]
+    if len(common) == 1 and ends.height > 1:
+        culprit = ranks.filter(pl.col("rank") == common[0]).row(0, named=True)
+        text = (
+            f"All ranks are inside one operator, silent for {silence.text}; all {ends.height} pairs of ranks that are "
+            f"not done have rank {common[0]} in common."
+        )
+        evidence = [Evidence("stuck_pairs", float(ends.height), None, 1, text)]
+        return _finding("hang", culprit, ranks, comm, silence, evidence, 0.8, "stopped inside")
     sent = (
-        unfinished.filter(pl.col("direction") == "tx", pl.col("level") == "flow")
+        flows.filter(pl.col("direction") == "tx")
         .group_by("rank")
         .agg(pl.col("completion").min())
-        .drop_nulls()
         .sort("completion", "rank")
     )
-    if sent.height < ranks.height or sent.height < 2:
-        return f"communicator {comm} stopped inside an operator, and what each rank had sent is not known of all"
+    if sent.height < ranks.height or sent.height < 3:
+        return (
+            f"communicator {comm} stopped inside an operator, and what each rank had sent is not known of all"
+        )
     least, second = float(sent["completion"][0]), float(sent["completion"][1])
     if second - least < LEAST_MARGIN:
         return f"communicator {comm} stopped inside an operator, with no rank clearly behind the others"
@@ -125,9 +162,8 @@ def _least(comm: str, unfinished: pl.DataFrame, ranks: pl.DataFrame, silence: _S
         f"All ranks are inside one operator, silent for {silence.text}; rank {culprit['rank']} has sent "
         f"{least:.1%} of its part, the next {second:.1%}, the others more."
     )
-    return _finding(
-        "hang", culprit, ranks, comm, silence, [Evidence("completion", least, second, 1, text)], 0.7, "stopped inside"
-    )
+    evidence = [Evidence("completion", least, second, 1, text)]
+    return _finding("hang", culprit, ranks, comm, silence, evidence, 0.7, "stopped inside")
 
 
 def _finding(
@@ -141,7 +177,11 @@ def _finding(
     state: str | None = None,
 ) -> Finding:
     node, pid, rank = str(culprit["node"]), int(str(culprit["pid"])), int(str(culprit["rank"]))
-    check = f"journalctl -k and the job's log for process {pid}" if kind == "crash" else f"py-spy dump --pid {pid}; cat /proc/{pid}/status"
+    check = (
+        f"journalctl -k and the job's log for process {pid}"
+        if kind == "crash"
+        else f"py-spy dump --pid {pid}; cat /proc/{pid}/status"
+    )
     return Finding(
         kind=kind,
         cause="stop",

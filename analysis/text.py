@@ -6,10 +6,9 @@ import io
 import textwrap
 from datetime import datetime
 
+from pulse_bpf.analysis.findings import Finding, Findings
 from rich.console import Console
 from rich.table import Table
-
-from pulse_bpf.analysis.findings import Finding, Findings
 
 WIDTH = 96
 
@@ -22,7 +21,8 @@ def render(findings: Findings) -> str:
     lines = [f"Verdict: {findings.verdict.upper()}", ""]
     if findings.verdict == "healthy":
         lines += _wrapped(
-            f"Nothing slow, late, lossy or stuck in {coverage['operators']} operators over {seconds:.1f} s.", ""
+            f"Nothing slow, late, lossy or stuck in {coverage['operators']} operators over {seconds:.1f} s.",
+            "",
         )
     for number, finding in enumerate(findings.findings, 1):
         lines += _finding(number, finding)

@@ -1,7 +1,7 @@
 """Small synthetic recordings of a job, from a mechanistic model of rings, all-to-alls, credits and shared NICs.
 
-Time moves in ticks of one bin, data in packets. A host sends what its egress rate allows, shared packet by packet by its
-flows; a flow may send what its data dependency (a ring forwards what it received, slice by slice) and its credits
+Time moves in ticks of one bin, data in packets. A host sends what its egress rate allows, shared packet by packet by
+its flows; a flow may send what its data dependency (a ring forwards what it received, slice by slice) and its credits
 (SLOTS slices beyond what the receiver has consumed) allow. Faults change rates or the process, nothing else: what
 the curves look like then comes out of the model.
 """
@@ -92,7 +92,9 @@ def run(
     drained = [0.0] * hosts
     queue: list[deque[tuple[int, int]]] = [deque() for _ in everyone]
     resend: dict[tuple[int, int], int] = {}
-    ops = [[_op(kinds[number % len(kinds)], host, hosts, chunk) for number in range(total)] for host in everyone]
+    ops = [
+        [_op(kinds[number % len(kinds)], host, hosts, chunk) for number in range(total)] for host in everyone
+    ]
     link_tokens = 0.0
     dead: set[int] = set()
     quiet = 0
@@ -117,8 +119,14 @@ def run(
                     current[host].call = tick
                     job.calls.append((tick, host, index[host], current[host].kind))
                     moved = True
-            stops = fault and fault.kind in ("stop", "kill") and fault.host == host and index[host] == fault.at
-            if stops and current[host] and sum(current[host].sent.values()) > sum(current[host].volume.values()) // 3:
+            stops = (
+                fault and fault.kind in ("stop", "kill") and fault.host == host and index[host] == fault.at
+            )
+            if (
+                stops
+                and current[host]
+                and sum(current[host].sent.values()) > sum(current[host].volume.values()) // 3
+            ):
                 dead.add(host)
                 if fault.kind == "kill":
                     job.gone[host] = tick
@@ -149,7 +157,9 @@ def run(
                     op.sent[peer] = op.sent.get(peer, 0) + 1
                     room[peer] -= 1
                     queue[peer].append((host, index[host]))
-                    lossy = fault and fault.kind == "loss" and fault.host == host and fault.peer in (None, peer)
+                    lossy = (
+                        fault and fault.kind == "loss" and fault.host == host and fault.peer in (None, peer)
+                    )
                     if lossy and dice.random() < fault.rate:
                         resend[host, peer] = dice.randrange(2, 8)
                         job.naks.append((tick, host, peer))
@@ -194,7 +204,14 @@ def _pause(number: int, host: int, kinds: int, compute: int, fault: Fault | None
 
 
 def _allowed(
-    op: Op, host: int, peer: int, ops: list[list[Op]], index: list[int], hosts: int, chunk: int, dead: set[int]
+    op: Op,
+    host: int,
+    peer: int,
+    ops: list[list[Op]],
+    index: list[int],
+    hosts: int,
+    chunk: int,
+    dead: set[int],
 ) -> int:
     """Packets that `host` may send to `peer` now."""
     number = index[host]
@@ -240,7 +257,12 @@ def tables(job: Job, begin: int = 0) -> dict[str, pl.DataFrame]:
     result["nodes"] = conform(pl.DataFrame({"node": nodes}), "nodes")
     result["nics"] = conform(
         pl.DataFrame(
-            {"node": nodes, "nic": "rxe0", "port": 1, "gids": [[f"::ffff:10.0.0.{host + 1}"] for host in hosts]}
+            {
+                "node": nodes,
+                "nic": "rxe0",
+                "port": 1,
+                "gids": [[f"::ffff:10.0.0.{host + 1}"] for host in hosts],
+            }
         ),
         "nics",
     )
@@ -250,7 +272,9 @@ def tables(job: Job, begin: int = 0) -> dict[str, pl.DataFrame]:
                 "node": nodes,
                 "pid": [100 + host for host in hosts],
                 "start_ns": 0,
-                "gone_ns": pl.Series([at[job.gone[h]] if h in job.gone else None for h in hosts], dtype=pl.Int64),
+                "gone_ns": pl.Series(
+                    [at[job.gone[h]] if h in job.gone else None for h in hosts], dtype=pl.Int64
+                ),
                 "exe": "python",
             }
         ),

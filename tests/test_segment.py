@@ -1,0 +1,142 @@
+"""Cutting curves into operators, against what the model says happened."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+import recordings
+from pulse_bpf.analysis import measure
+from pulse_bpf.analysis.load import Recording
+from recordings import BIN_NS, T0_NS, Fault, Job
+
+
+def operators_of(frames: dict[str, pl.DataFrame]) -> pl.DataFrame:
+    return measure(Recording(frames))[0]
+
+
+def errors(job: Job, operators: pl.DataFrame) -> pl.DataFrame:
+    """Per true (host, peer, direction, operator) seen as a row: start and end error in bins, and bytes missing."""
+    truth = pl.DataFrame(
+        [(*key, *value) for key, value in job.truth.items()],
+        schema=["rank", "peer_rank", "direction", "number", "first", "last", "packets"],
+        orient="row",
+    )
+    calls = pl.DataFrame(job.calls, schema=["tick", "rank", "number", "kind"], orient="row")
+    truth = truth.join(calls.select("tick", "rank", "number"), on=["rank", "number"])
+    found = operators.filter(pl.col("level") == "flow").with_columns(
+        tick=(pl.col("call_ns") - T0_NS) // BIN_NS,
+        rank=pl.col("rank").cast(pl.Int64),
+        peer_rank=pl.col("peer_rank").cast(pl.Int64),
+    )
+    return truth.join(found, on=["rank", "peer_rank", "direction", "tick"], how="left").with_columns(
+        start_error=((pl.col("start_ns") - T0_NS) / BIN_NS - pl.col("first")).abs(),
+        end_error=((pl.col("end_ns") - T0_NS) / BIN_NS - pl.col("last") - 1).abs(),
+        missing=pl.col("packets") * recordings.PACKET - (pl.col("bytes") - pl.col("retx_bytes")),
+    )
+
+
+@pytest.mark.parametrize(
+    "fault", [None, Fault("egress", 1, 1.0), Fault("late", 2, 5.0), Fault("loss", 0, 0.02)]
+)
+@pytest.mark.parametrize("compute", [0, 20])
+def test_every_operator_is_found_with_its_bytes_and_times(fault: Fault | None, compute: int) -> None:
+    job = recordings.run(steps=8, fault=fault, compute=compute, seed=3)
+    operators = operators_of(recordings.tables(job))
+    found = errors(job, operators)
+    assert found["bytes"].null_count() == 0
+    assert found["missing"].abs().max() == 0
+    assert found["start_error"].max() <= 1
+    assert found["end_error"].max() <= 1
+    assert (found["completion"] - 1).abs().max() < 0.004
+    assert operators.filter(pl.col("level") == "traffic")["bytes"].sum() == 0
+
+
+@pytest.mark.parametrize("begin", [30, 200, 377, 555])
+def test_a_recording_that_begins_inside_an_operator_shifts_nothing(begin: int) -> None:
+    job = recordings.run(steps=10, seed=5)
+    found = errors(job, operators_of(recordings.tables(job, begin))).filter(pl.col("tick") >= begin)
+    assert found["missing"].abs().max() == 0
+    assert found["start_error"].max() <= 1
+    assert found["end_error"].max() <= 1
+
+
+def test_lost_samples_spoil_only_their_operator() -> None:
+    job = recordings.run(steps=8, seed=1)
+    frames = recordings.tables(job)
+    hole = pl.col("t_ns").is_between(T0_NS + 400 * BIN_NS, T0_NS + 430 * BIN_NS)
+    found = errors(job, operators_of(frames | {"samples": frames["samples"].filter(~hole)}))
+    spoiled = found.filter(pl.col("first").is_between(250, 430))
+    assert spoiled.filter(pl.col("missing") > 0).height > 0
+    rest = found.filter(~pl.col("first").is_between(250, 430))
+    assert rest["missing"].abs().max() == 0
+    assert rest["end_error"].max() <= 1
+
+
+def test_an_operator_that_never_completes_has_no_end() -> None:
+    job = recordings.run(steps=10, fault=Fault("stop", 2, at=12), after_stop=200)
+    last = (
+        operators_of(recordings.tables(job))
+        .filter(pl.col("level") == "flow")
+        .sort("op_seq")
+        .group_by("rank")
+        .tail(1)
+    )
+    assert last["end_ns"].null_count() == 4
+    assert last["completion"].max() < 1
+
+
+def test_calls_that_run_ahead_are_cut_by_volume_and_silence() -> None:
+    """Calls enqueued long before their traffic, as CUDA streams allow, and a recording that begins late."""
+    job = recordings.run(steps=12, kinds=("AllReduce",), seed=2, compute=15)
+    frames = recordings.tables(job)
+    calls = frames["ops"].sort("node", "seq")
+    ahead = calls.with_columns(call_ns=pl.col("call_ns").shift(3).over("node").fill_null(T0_NS))
+    operators = operators_of(frames | {"ops": ahead}).filter(pl.col("level") == "flow")
+    assert operators["paced"].any() is False
+    truth = pl.DataFrame(
+        [(*key, *value) for key, value in job.truth.items()],
+        schema=["rank", "peer_rank", "direction", "op_seq", "first", "last", "packets"],
+        orient="row",
+    ).cast({"rank": pl.Int32, "op_seq": pl.UInt64})
+    found = operators.join(truth, on=["rank", "direction", "op_seq"])
+    assert found.height == len(job.truth)
+    assert ((found["start_ns"] - T0_NS) / BIN_NS - found["first"]).abs().max() <= 1
+    assert ((found["end_ns"] - T0_NS) / BIN_NS - found["last"] - 1).abs().max() <= 1
+
+
+def test_a_wire_that_counts_headers_is_a_factor_not_a_shift() -> None:
+    job = recordings.run(steps=10, seed=4)
+    frames = recordings.tables(job)
+    wire = frames["samples"].with_columns(bytes=(pl.col("bytes") * 1.0625).round().cast(pl.UInt64))
+    found = errors(job, operators_of(frames | {"samples": wire}))
+    assert found["end_error"].max() <= 1
+    assert (found["completion"] - 1).abs().max() < 0.01
+
+
+def test_two_neighbours_of_a_ring_are_found_by_their_traffic() -> None:
+    """Ranks need not follow each other in the ring: here rank r sends to r - 1."""
+    job = recordings.run(steps=6, kinds=("AllReduce",), seed=6)
+    frames = recordings.tables(job)
+    mirrored = frames["comms"].with_columns(rank=3 - pl.col("rank"))
+    calls = frames["ops"].with_columns(rank=3 - pl.col("rank"))
+    operators = operators_of(frames | {"comms": mirrored, "ops": calls})
+    sent = operators.filter(pl.col("level") == "flow", pl.col("direction") == "tx")
+    assert ((sent["rank"] - sent["peer_rank"]) % 4 == 1).all()
+    assert (sent["completion"] - 1).abs().max() < 0.004
+    assert sent.height == 24
+
+
+def test_the_curve_of_the_slow_port_is_slow_and_the_average_is_the_same_everywhere() -> None:
+    job = recordings.run(steps=8, kinds=("AllReduce",), fault=Fault("egress", 1, 1.0))
+    sent = operators_of(recordings.tables(job)).filter(pl.col("level") == "flow", pl.col("direction") == "tx")
+    by_rank = (
+        sent.group_by("rank")
+        .agg(
+            pl.col("burst_gbps").median(),
+            (pl.col("bytes") * 8 / (pl.col("end_ns") - pl.col("start_ns"))).median().alias("average"),
+        )
+        .sort("rank")
+    )
+    bursts = by_rank["burst_gbps"].to_list()
+    assert max(bursts[1:2]) < 0.4 * min(bursts[:1] + bursts[2:])
+    assert by_rank["average"].max() < 1.35 * by_rank["average"].min()
