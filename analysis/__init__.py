@@ -33,5 +33,6 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     rows = attribute.samples(recording, lives)
     flows = attribute.flows(recording, lives, rows)
     called, sent = segment.program(recording["ops"])
-    segments = segment.segment(called, sent, flows, rows)
-    return metrics.measure(segments, called, flows, rows), flows
+    covered = attribute.covered(recording, rows)
+    segments = segment.segment(called, sent, flows, rows, covered)
+    return metrics.measure(segments, called, flows, rows, covered), flows

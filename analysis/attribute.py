@@ -95,6 +95,24 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def covered(recording: Recording, rows: pl.DataFrame) -> pl.DataFrame:
+    """node, nic, port, direction, from_ns, to_ns: when bytes of a port would have been seen, had there been any.
+
+    From the coverage table; where that says nothing of a port, from its first to its last sample in `rows`.
+    """
+    port = ["node", "nic", "port", "direction"]
+    stated = (
+        recording["coverage"]
+        .drop_nulls(port)
+        .group_by(port)
+        .agg(pl.col("first_ns").min().alias("from_ns"), pl.col("last_ns").max().alias("to_ns"))
+    )
+    observed = rows.group_by(port).agg(
+        pl.col("t_ns").min().alias("from_ns"), (pl.col("t_ns") + pl.col("bin_ns")).max().alias("to_ns")
+    )
+    return pl.concat([stated, observed.join(stated, on=port, how="anti").select(stated.columns)]).sort(port)
+
+
 def flows(recording: Recording, lives: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     """Each life of a QP in `lives` with what it belongs to, in FLOWS columns; `reason` says why not, where so.
 

@@ -8,7 +8,7 @@ from pulse_bpf.analysis.findings import Evidence, Finding
 # A lag counts when it exceeds the peers' by this share of the time between operators and so many deviations.
 LATE_SHARE, DEVIATIONS = 0.1, 6.0
 # All lags together must cost this share of the time seen, and so many times what the next process costs.
-COST_SHARE, OVER_NEXT = 0.05, 3.0
+COST_SHARE, OVER_NEXT = 0.1, 3.0
 MIN_PERSISTENT, MIN_SPORADIC = 8, 3
 # Late in this share of comparable operators is persistent.
 PERSISTENT = 0.5

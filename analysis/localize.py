@@ -36,18 +36,25 @@ def localize(
     aligned = align(operators)
     window = _window(operators, tables)
     coverage = _coverage(operators, flows, tables, damaged)
-    stops = find_stops(aligned, tables["processes"], tables["comms"], window[1])
+    stops = find_stops(aligned, tables["processes"], _watched_until(tables["coverage"], window[1]))
     losses = find_loss(aligned, tables["events"], flows)
     slow, unexplained = find_slow(aligned)
     found = [*stops.findings, *losses]
-    # A lossy flow is slow too, and what is slow or stopped makes its process late: the effect is no second finding.
-    for finding in [*slow, *find_late(aligned)]:
-        if not any(_touches(earlier, finding) for earlier in found):
+    # A lossy flow is slow too: the effect is no second finding.
+    found += [finding for finding in slow if not any(_touches(earlier, finding) for earlier in found)]
+    also: list[str] = []
+    for finding in find_late(aligned):
+        # Acknowledgements queue behind data, so the neighbours of a slow or lossy port finish late as well.
+        if found:
+            also.append(
+                f"{finding.node} calls late as well, which may be an effect: look again when the rest is mended"
+            )
+        else:
             found.append(finding)
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*stops.undecided, *unexplained, *_missing(aligned, tables, coverage)]
+    missing = [*also, *stops.undecided, *unexplained, *_missing(aligned, tables, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -56,7 +63,9 @@ def localize(
     verdict: Verdict = "undecided" if missing else "healthy"
     if any(finding.scope in (*ACCUSING, "group", "network") for finding in sure):
         verdict = "anomaly"
-    sure.sort(key=lambda finding: -finding.confidence)
+    sure = [
+        _with_netdev(finding, tables["nics"]) for finding in sorted(sure, key=lambda item: -item.confidence)
+    ]
     return Findings(verdict, window, sure, _groups(tables["comms"]), coverage, missing)
 
 
@@ -66,14 +75,30 @@ def _touches(one: Finding, other: Finding) -> bool:
     return any(name is not None for name in first & second)
 
 
+def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:
+    """`finding` with the network interface of its NIC in the command to run next."""
+    here = nics.filter(pl.col("node") == finding.node, pl.col("nic") == finding.nic)["netdev"].drop_nulls()
+    name = here[0] if len(here) else "NETDEV"
+    return replace(finding, next_check=finding.next_check and finding.next_check.replace("NETDEV", name))
+
+
 def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:
-    """From the first to the last moment the recording speaks of."""
+    """From when to when traffic was watched; without such a statement, the first and last moment in the data."""
+    coverage = tables["coverage"].drop_nulls("nic")
+    if not coverage.is_empty():
+        return tuple(coverage.select(pl.col("first_ns").min(), pl.col("last_ns").max()).row(0))
     coverage = tables["coverage"]
     first = [coverage["first_ns"].min(), operators["call_ns"].min(), operators["start_ns"].min()]
     last = [coverage["last_ns"].max(), operators["call_ns"].max(), operators["last_byte_ns"].max()]
     known_first = [value for value in first if isinstance(value, int)]
     known_last = [value for value in last if isinstance(value, int)]
     return min(known_first, default=0), max(known_last, default=0)
+
+
+def _watched_until(coverage: pl.DataFrame, end_ns: int) -> int:
+    """When the first of the ports' watches ended: what is not seen later says nothing."""
+    ends = coverage.filter(pl.col("nic").is_not_null()).select(pl.col("last_ns").min()).item()
+    return end_ns if ends is None else int(ends)
 
 
 def _missing(
@@ -134,7 +159,7 @@ def _coverage(
         "operators": operators.filter(pl.col("op_seq").is_not_null())
         .select("node", "pid", "program_pos")
         .n_unique(),
-        "operators_without_traffic": operators.filter(pl.col("level") == "call").height,
+        "operators_without_traffic": operators.filter(pl.col("level") == "call", "covered").height,
         # Readers that cannot tell which port lost repeat their total in each row, so the largest is it.
         "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),
         "damaged_parts": damaged,

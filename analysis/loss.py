@@ -8,8 +8,8 @@ from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Share of repeated bytes from which a flow counts as lossy, unless others repeat nearly as much.
 LOSSY_SHARE, OVER_OTHERS = 0.001, 10.0
-# One lost packet proves nothing: this many refusals, or operators with repeats.
-MIN_SEEN = 3
+# One incident, such as a pause that lets timers run out, proves nothing: so many operators must hold repeats.
+MIN_HIT = 5
 EDGE = [*SRC, *DST]
 
 
@@ -17,8 +17,8 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
     """The component that loses packets, by total repeats and refusals per flow.
 
     `flow_ends`: node, nic, port, qpn, peer_node, peer_nic of each QP, which says whose flow an event
-    belongs to. Repeats come from the sender's side. Loss on one flow names its link: which end of it, or what between them, lost
-    the packets does not show in repeats.
+    belongs to. Repeats come from the sender's side. Loss on one flow names its link: which end of it, or what
+    between them, lost the packets does not show in repeats.
     """
     flows = aligned.filter(pl.col("level").is_in(["flow", "traffic"]), pl.col("peer_node").is_not_null())
     sent = flows.filter(pl.col("direction") == "tx").select(
@@ -55,9 +55,7 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
         .sort(EDGE)
     )
     usual = float(totals.select(pl.col("share").median()).item() or 0.0)
-    lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & (
-        (pl.col("naks") >= MIN_SEEN) | (pl.col("hit") >= MIN_SEEN)
-    )
+    lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & (pl.col("hit") >= MIN_HIT)
     cells = totals.with_columns(
         weight=pl.when(lossy).then("share").otherwise(0.0),
         at_src=pl.lit(None, pl.Boolean),
@@ -104,6 +102,6 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
             peer_node=dst[0] if link and dst else None,
             peer_nic=dst[1] if link and dst else None,
             nodes=[src[0], dst[0]] if link and src and dst else None,
-            next_check=f"on {place[0]}: ethtool -S NETDEV, and rdma statistic show link {place[1]}",
+            next_check=f"on {place[0]}: ethtool -S NETDEV; rdma statistic show link {place[1]}",
         )
     ]

@@ -64,6 +64,7 @@ _COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
     "first_stall_len_ns": I64,
     "first_stall_bytes": I64,
     "bin_ns": I64,
+    "covered": BOOL,
     "paced": BOOL,
     "origin": STR,
     "confidence": F64,
@@ -79,19 +80,25 @@ WINDOW_BINS = 2.0
 
 
 def measure(
-    segments: Segments, operators: pl.DataFrame, flows: pl.DataFrame, rows: pl.DataFrame
+    segments: Segments,
+    operators: pl.DataFrame,
+    flows: pl.DataFrame,
+    rows: pl.DataFrame,
+    covered: pl.DataFrame,
 ) -> pl.DataFrame:
     """The operators table: the columns of the recording format, and these of its own.
 
     `level`: "flow" for one operator on one flow group; "nic" for one operator and direction of a NIC, summed
-    over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes of
-    a flow group outside every call seen; "unattributed" for bytes of a NIC that belong to no communicator (`reason`).
-    All bytes of the samples are in exactly one row of level flow, traffic or unattributed. `burst_gbps` is the
-    upper quartile of the rates over windows of equal volume; `last_byte_ns` is known also where end_ns is null.
-    `op_bytes`, `nccl_seq`, `nranks` are those of the call; `paced` as segment says. Sorted by node, nic,
-    direction, pid, program_pos, peer_rank.
+    over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes
+    of a flow group outside every call seen; "unattributed" for bytes of a NIC that belong to no communicator
+    (`reason`). All bytes of the samples are in exactly one row of level flow, traffic or unattributed.
+    `burst_gbps` is the upper quartile of the rates over windows of equal volume; `last_byte_ns` is known also
+    where end_ns is null; `covered`: whether the node's traffic was being watched at the call; `op_bytes`,
+    `nccl_seq`, `nranks` are those of the call; `paced` as segment says. Sorted by node, nic, direction, pid,
+    program_pos, level, peer_rank.
     """
     groups, pieces = segments.groups, segments.pieces
+    operators = _with_coverage(operators, covered)
     window = _window_bytes(groups, pieces)
     pieces = pieces.join(groups.select("group", *PROCESS, "nic", "port", "direction", "bin_ns"), on="group")
     pieces = pieces.join(window, on=PROCESS)
@@ -144,6 +151,12 @@ def measure(
     return table.select(columns).sort(
         "node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"
     )
+
+
+def _with_coverage(operators: pl.DataFrame, covered: pl.DataFrame) -> pl.DataFrame:
+    times = covered.group_by("node").agg(pl.col("from_ns").max(), pl.col("to_ns").min())
+    inside = pl.col("call_ns").is_between("from_ns", "to_ns").fill_null(False)
+    return operators.join(times, on="node", how="left").with_columns(covered=inside).drop("from_ns", "to_ns")
 
 
 def _totals() -> list[pl.Expr]:

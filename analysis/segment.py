@@ -15,6 +15,7 @@ Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 PROCESS = ["node", "pid"]
+PORT = ["node", "nic", "port", "direction"]
 RING = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce")
 # An operator is complete when all but this share of its bytes were seen: more would hide its last message.
 VOLUME_TOLERANCE = 0.004
@@ -88,8 +89,17 @@ def program(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     return operators, sent
 
 
-def segment(operators: pl.DataFrame, sent: pl.DataFrame, flows: pl.DataFrame, rows: pl.DataFrame) -> Segments:
-    """Cuts the samples `rows` of the attributed `flows` into the `operators`, which `sent` as `program` says."""
+def segment(
+    operators: pl.DataFrame,
+    sent: pl.DataFrame,
+    flows: pl.DataFrame,
+    rows: pl.DataFrame,
+    covered: pl.DataFrame,
+) -> Segments:
+    """Cuts the samples `rows` of the attributed `flows` into the `operators`, which `sent` as `program` says.
+
+    Calls outside the time in which their port was `covered` take no bytes.
+    """
     key = [*PROCESS, "nic", "port", "comm_id", "rank", "peer_rank", "peer_node", "peer_nic", "direction"]
     mine = flows.filter(pl.col("comm_id").is_not_null()).select(*key[:-1], "gpu", "peer_pid", "flow")
     traffic = rows.drop("node", "nic", "port", "qpn").join(mine, on="flow")
@@ -106,7 +116,12 @@ def segment(operators: pl.DataFrame, sent: pl.DataFrame, flows: pl.DataFrame, ro
         .with_row_index("group")
     )
     groups = groups.with_columns(pl.col("group").cast(U32))
-    expected = _expected(groups, operators, sent)
+    during = groups.select("group", *PORT).join(covered, on=PORT)
+    expected = (
+        _expected(groups, operators, sent)
+        .join(during, on="group")
+        .filter(pl.col("call_ns").is_between("from_ns", "to_ns"))
+    )
     curve = (
         traffic.join(groups.select("group", *key), on=key, nulls_equal=True)
         .group_by("group", "t_ns")
@@ -249,20 +264,27 @@ def _boundaries(
     before = np.r_[0, total]
     low = before[np.searchsorted(t_ns + bin_ns, call_ns, "right")]
     high = before[np.searchsorted(t_ns, call_ns + bin_ns, "right")]
-    factor, paced = _learn(low, volume, kind, float(np.max(np.diff(before))))
-    if not paced and total[-1] > low[0] + volume.sum():
-        factor = np.full(len(volume), min((total[-1] - low[0]) / volume.sum(), 1.15))
-    expected = volume * factor
+    sizes = np.sort(np.diff(before))
+    # Half of all bytes are in bins of at least this size.
+    bin_bytes = float(sizes[np.searchsorted(np.cumsum(sizes), total[-1] / 2)])
+    factor, paced = _learn(low, volume, kind, bin_bytes)
     if paced:
+        expected = volume * factor
         starts = np.empty(len(low))
         at = low[0]
         for index in range(len(low)):
             starts[index] = at = min(max(at, low[index]), high[index])
             at += expected[index]
     else:
-        position = np.r_[0, np.cumsum(expected)[:-1]]
-        position = position + _first_offset(t_ns, total, bin_ns, low[0] + position, expected)
-        starts = position + np.maximum.accumulate(low - position)
+        # All traffic against all volumes is the factor if the recording ends with the last operator.
+        factors = {1.0, float(np.clip((total[-1] - low[0]) / volume.sum(), 1.0, 2.2))}
+        fits = [
+            (*_first_offset(t_ns, total, bin_ns, low, volume * value), value) for value in sorted(factors)
+        ]
+        _, offset, chosen = max(fits, key=lambda fit: fit[0])
+        expected = volume * chosen
+        position = offset + np.r_[0, np.cumsum(expected)[:-1]]
+        starts = position + np.maximum.accumulate(np.maximum(low - position, 0))
     starts = np.minimum(np.round(starts), total[-1]).astype(np.int64)
     following = np.r_[starts[1:], total[-1]]
     ends = np.minimum(np.round(starts + expected).astype(np.int64), following)
@@ -290,19 +312,29 @@ def _learn(low: Longs, volume: Floats, kind: NDArray[Any], bin_bytes: float) -> 
     return (factor if paced else np.ones(len(volume))), paced
 
 
-def _first_offset(t_ns: Longs, total: Longs, bin_ns: int, starts: Floats, expected: Floats) -> float:
-    """How many bytes of earlier, unseen calls precede the first operator: most boundaries then fall into silences."""
-    ends = starts + expected
+def _first_offset(
+    t_ns: Longs, total: Longs, bin_ns: int, low: Longs, expected: Floats
+) -> tuple[float, float]:
+    """Where in the cumulated bytes the first operator begins, and how well that fits, from 0 to 1.
+
+    Bytes of earlier, unseen calls may precede it. The place where most operators then end in a silence is taken,
+    if it is clearly better than the earliest that the calls allow.
+    """
+    position = np.r_[0, np.cumsum(expected)[:-1]]
+    earliest = float(np.max(low - position))
+    ends = earliest + position + expected
     silences = total[:-1][np.diff(t_ns) > bin_ns]
-    if len(starts) < 4 or len(silences) < len(starts):
-        return 0.0
-    first = silences[np.searchsorted(silences, starts[0]) :][:256]
-    candidates = np.unique(np.r_[0.0, (first[:, None] - ends[None, :4]).ravel()])
-    candidates = candidates[candidates >= 0]
-    moved = ends[None, :] + candidates[:, None]
+    if len(silences) < 2:
+        return 0.0, earliest
+    later = silences[np.searchsorted(silences, earliest) :][:256]
+    offsets = np.unique(np.r_[0.0, (later[:, None] - ends[None, :4]).ravel()])
+    offsets = offsets[offsets >= 0]
+    moved = ends[None, :] + offsets[:, None]
     after = np.clip(np.searchsorted(silences, moved), 1, len(silences) - 1)
     distance = np.minimum(np.abs(silences[after] - moved), np.abs(silences[after - 1] - moved))
-    inside = moved <= total[-1]
-    hit = ((distance <= VOLUME_TOLERANCE * expected) & inside).sum(1) / np.maximum(inside.sum(1), 1)
-    best = int(np.argmax(hit))
-    return float(candidates[best]) if hit[best] >= 0.8 and hit[best] > hit[0] + 0.2 else 0.0
+    inside = moved < total[-1]
+    hits = ((distance <= VOLUME_TOLERANCE * expected) & inside).sum(1) / np.maximum(inside.sum(1), 4)
+    best = int(np.argmax(hits))
+    if hits[best] >= 0.8 and hits[best] > hits[0] + 0.2:
+        return float(hits[best]), earliest + float(offsets[best])
+    return float(hits[0]), earliest

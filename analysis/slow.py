@@ -93,6 +93,11 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
         & (pl.col("beside_src").median().over(*OPERATOR, *DST) < SLOW_RATIO).fill_null(True),
         at_link=_slow("link_ratio", EDGE),
     )
+    # Seen in few operators after all that, it is nothing.
+    flags = ("at_src", "at_dst", "at_link")
+    cells = cells.with_columns(
+        pl.col(flag) & (pl.col(flag).sum().over("comm_id", "kind", *EDGE) >= MIN_OPERATORS) for flag in flags
+    )
     worst = pl.min_horizontal(
         pl.when(flag).then(ratio)
         for flag, ratio in (("at_src", "tx_ratio"), ("at_dst", "rx_ratio"), ("at_link", "link_ratio"))
@@ -163,9 +168,9 @@ def _slow(ratio: str, which: list[str]) -> pl.Expr:
 
 def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
     sided = "rx" if cause.what == "ingress" or bad["at_src"].sum() == 0 else "tx"
-    rate = _median(bad[f"{sided}_gbps"])
-    reference = _median(bad[f"{sided}_reference"])
-    ratio = rate / reference
+    ratio = float(bad.select((-pl.col("weight").median()).exp()).item())
+    rate = _median(bad["flow_gbps"] if cause.what == "link" else bad[f"{sided}_gbps"])
+    reference = rate / ratio
     span = pl.col("start_ns") + pl.col(f"{sided}_span_ns").fill_null(0)
     first, last = bad.select(pl.col("start_ns").min(), last=span.max()).row(0)
     during = cells.filter(pl.col("start_ns").is_between(first, last))
@@ -227,7 +232,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         peer_nic=(dst[1] or None) if link else None,
         nodes=[src[0], dst[0]] if link else None,
         victims=victims,
-        next_check=f"on {node}: ethtool -S NETDEV, tc -s qdisc show, mlnx_qos and the rate limit of {nic or 'its NIC'}"
+        next_check=f"on {node}: tc -s qdisc show dev NETDEV; ethtool NETDEV; ethtool -S NETDEV"
         if not link
         else f"ib_write_bw between {src[0]} and {dst[0]} in both directions, then each with a third node",
     )

@@ -22,16 +22,16 @@ class Stop:
     undecided: list[str]
 
 
-def find_stops(aligned: pl.DataFrame, processes: pl.DataFrame, comms: pl.DataFrame, end_ns: int) -> Stop:
-    """Communicators that stopped before `end_ns`, the end of the recording, and the rank that stopped them."""
+def find_stops(aligned: pl.DataFrame, processes: pl.DataFrame, end_ns: int) -> Stop:
+    """Communicators that stopped before `end_ns`, until when traffic was watched, and the rank that stopped them."""
     findings: list[Finding] = []
     undecided: list[str] = []
-    rows = aligned.filter(pl.col("level").is_in(["flow", "call"]), pl.col("step").is_not_null())
+    rows = aligned.filter(pl.col("level").is_in(["flow", "call"]), pl.col("step").is_not_null(), "covered")
     for (comm,), part in sorted(rows.group_by("comm_id"), key=lambda item: str(item[0])):
         silence = _silence(part, end_ns)
         if silence is None:
             continue
-        found = _who(str(comm), part, processes, comms, silence)
+        found = _who(str(comm), part, processes, silence)
         if isinstance(found, Finding):
             findings.append(found)
         elif found:
@@ -62,9 +62,7 @@ def _silence(part: pl.DataFrame, end_ns: int) -> _Silence | None:
     return _Silence(since, end_ns, usual) if end_ns - since > max(USUAL * usual, LONGEST * longest) else None
 
 
-def _who(
-    comm: str, part: pl.DataFrame, processes: pl.DataFrame, comms: pl.DataFrame, silence: _Silence
-) -> Finding | str:
+def _who(comm: str, part: pl.DataFrame, processes: pl.DataFrame, silence: _Silence) -> Finding | str:
     """The rank that stopped `comm`, or why none is named; empty when the job simply ended."""
     ranks = (
         part.sort("step")

@@ -27,7 +27,7 @@ def render(findings: Findings) -> str:
     for number, finding in enumerate(findings.findings, 1):
         lines += _finding(number, finding)
     if findings.missing:
-        lines.append("To be sure it lacks:" if findings.verdict == "undecided" else "Not seen:")
+        lines.append("Why it is undecided:" if findings.verdict == "undecided" else "Also:")
         lines += [line for text in findings.missing for line in _wrapped(text, "  - ")]
         lines.append("")
     for group in findings.groups:
