@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from pulse_bpf.lab import job, network
 from pulse_bpf.lab.job import JOB, Lab
@@ -18,6 +20,7 @@ SLOWER = 4
 # Soft-RoCE sends some 50 packets again for each one lost: this much makes the job two to three times slower.
 LOSS_PERCENT = 0.5
 EXTRA_COMPUTE_MS = 200
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -74,14 +77,29 @@ def _cannot_clear(_lab: Lab, _host: int) -> None:
 
 
 def _hog(lab: Lab, host: int) -> None:
+    """Lets the worker share a tenth of a CPU with a process that spins, as on a host with no CPU to spare."""
     spin = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
     lab.hogs[host] = spin.pid
     lab.save()
+    (_CGROUP / "cgroup.subtree_control").write_text("+cpu")
+    group = _CGROUP / f"pulse-lab-{job.node_name(host)}"
+    group.mkdir(exist_ok=True)
+    (group / "cpu.max").write_text("5000 50000")
+    for pid in (spin.pid, lab.pids[host - 1]):
+        (group / "cgroup.procs").write_text(str(pid))
 
 
 def _unhog(lab: Lab, host: int) -> None:
-    os.kill(lab.hogs.pop(host), signal.SIGKILL)
+    group = _CGROUP / f"pulse-lab-{job.node_name(host)}"
+    spin = lab.hogs.pop(host)
     lab.save()
+    os.kill(spin, signal.SIGKILL)
+    for pid in (spin, lab.pids[host - 1]):
+        with suppress(OSError):
+            (_CGROUP / "cgroup.procs").write_text(str(pid))
+    with suppress(ChildProcessError):
+        os.waitpid(spin, 0)
+    group.rmdir()
 
 
 def _control(extra_compute_ms: dict[str, int]) -> None:

@@ -5,6 +5,7 @@ mkdir -p /dev/pts /dev/shm
 mount -t devpts devpts /dev/pts
 mount -t tmpfs tmpfs /dev/shm
 mount -t bpf bpf /sys/fs/bpf
+mount -t cgroup2 cgroup /sys/fs/cgroup
 ulimit -l unlimited
 release=$(uname -r)
 mkdir -p "/lib/modules/$release"

@@ -237,7 +237,7 @@ static int connect_qp(struct ring *ring, struct ibv_qp *qp, const struct info *p
         .ah_attr = {.grh = {.dgid = peer->gid, .sgid_index = ring->gid_index, .hop_limit = 64},
                     .is_global = 1,
                     .port_num = PORT},
-        .timeout = 18,
+        .timeout = 20,
         .retry_cnt = 7,
         .rnr_retry = 7,
         .max_rd_atomic = 1,

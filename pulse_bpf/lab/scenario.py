@@ -82,8 +82,6 @@ def _run_here(plan: Plan) -> int:
                 job.start(lab)
             statuses.append(_run_one(lab, name, plan, index))
             job.stop(lab)
-            network.lose(plan.faulty_host(index), None)
-            network.shape(plan.faulty_host(index), network.TOTAL_RATE_BYTES // plan.hosts)
     finally:
         job.down()
     return max(statuses)
@@ -124,7 +122,9 @@ def _run_one(lab: job.Lab, name: str, plan: Plan, index: int) -> int:
         entry["effect"] = round(healthy_rate / rate, 3) if rate and fault and not fault.stops else None
     truth = {"version": 1, "scenario": name, "seed": plan.seed, "healthy": not faults, "faults": faults}
     (directory / "truth.json").write_text(json.dumps(truth, indent=1))
-    shutil.copytree(job.JOB, directory / "workers", ignore=shutil.ignore_patterns("*.blob"))
+    if fault and not fault.stops:
+        fault.clear(lab, host)
+    shutil.copytree(job.JOB, directory / "workers", ignore=shutil.ignore_patterns("*.blob", "*.ready"))
     _say(plan, index, f"recorded, {healthy_rate:.2f} steps/s before, {rate:.2f} while recording")
     return status if status != PARTIAL or not (fault and fault.stops) else 0
 
