@@ -11,8 +11,8 @@ import polars as pl
 COVERED = 0.85
 # ... when most of what crosses it meanwhile is bad, ...
 CONSISTENT = 0.7
-# ... and when the next best covers at most this share of what it covers.
-RUNNER_UP = 0.75
+# ... and when the next best covers at most this share of what it covers, or is refuted: much of it is good.
+RUNNER_UP, REFUTED = 0.75, 0.5
 
 Port = tuple[str, str]  # node, nic
 
@@ -29,6 +29,7 @@ class Cause:
 
 
 SRC, DST = ["src_node", "src_nic"], ["dst_node", "dst_nic"]
+EDGE = [*SRC, *DST]
 
 
 def cover(cells: pl.DataFrame) -> Cause | None:
@@ -43,34 +44,53 @@ def cover(cells: pl.DataFrame) -> Cause | None:
         return None
     total = float(bad["weight"].sum())
     first, last = bad["start_ns"].min(), bad["start_ns"].max()
-    during = cells.filter(pl.col("start_ns").is_between(first, last))
-    from_src = bad.filter(pl.col("at_src").fill_null(True))
-    into_dst = bad.filter(pl.col("at_dst").fill_null(True))
-    link = _best(bad, [*SRC, *DST], total)
-    egress, ingress = _best(from_src, SRC, total), _best(into_dst, DST, total)
-
-    names, covered, second = link
-    if covered >= COVERED and _share_bad(during, dict(zip([*SRC, *DST], names, strict=True))) >= CONSISTENT:
-        return Cause("link", (names[0], names[1]), (names[2], names[3]), covered, second / covered)
-    ports = sorted(
-        [
-            (_share_bad(during, dict(zip(SRC, egress[0], strict=True))), egress, "egress"),
-            (_share_bad(during, dict(zip(DST, ingress[0], strict=True))), ingress, "ingress"),
-        ],
-        key=lambda port: port[1][1],
-        reverse=True,
+    during = cells.filter(pl.col("start_ns").is_between(first, last)).with_columns(
+        bad=pl.col("weight") > 0,
+        bad_src=(pl.col("weight") > 0) & pl.col("at_src").fill_null(True),
+        bad_dst=(pl.col("weight") > 0) & pl.col("at_dst").fill_null(True),
     )
-    consistent, (names, covered, second), what = ports[0]
-    second = max(second, ports[1][1][1])
-    if covered >= COVERED and consistent >= CONSISTENT and second <= RUNNER_UP * covered:
-        if what == "egress":
-            return Cause("egress", (names[0], names[1]), None, covered, second)
-        return Cause("ingress", None, (names[0], names[1]), covered, second)
-    return _both_ways(bad, during, total) or Cause("network", None, None, covered, second)
+    ends, covered, second = _best(during, "bad", EDGE, total)
+    if covered >= COVERED and _share(during, EDGE, ends, "bad") >= CONSISTENT:
+        link = pl.all_horizontal(
+            pl.col(name).eq_missing(pl.lit(end)) for name, end in zip(EDGE, ends, strict=True)
+        )
+        others = during.filter(~link)
+        # Where one end's other flows are as bad it is that end, however seldom they flow.
+        if _share(others, SRC, ends[:2], "bad_src") >= CONSISTENT:
+            return Cause("egress", (ends[0], ends[1]), None, *_against(during, "bad_src", SRC, total, second))
+        if _share(others, DST, ends[2:], "bad_dst") >= CONSISTENT:
+            return Cause(
+                "ingress", None, (ends[2], ends[3]), *_against(during, "bad_dst", DST, total, second)
+            )
+        return Cause("link", (ends[0], ends[1]), (ends[2], ends[3]), covered, second)
+
+    out, into = _best(during, "bad_src", SRC, total), _best(during, "bad_dst", DST, total)
+    egress_wins = out[1] >= into[1]
+    (ends, covered, second), other = (out, into) if egress_wins else (into, out)
+    consistent = _share(during, *((SRC, ends, "bad_src") if egress_wins else (DST, ends, "bad_dst")))
+    rival = _share(during, *((DST, other[0], "bad_dst") if egress_wins else (SRC, other[0], "bad_src")))
+    refuted = second <= RUNNER_UP * covered and (other[1] <= RUNNER_UP * covered or rival < REFUTED)
+    if covered >= COVERED and consistent >= CONSISTENT and refuted:
+        port, second = (ends[0], ends[1]), max(second, other[1])
+        return (
+            Cause("egress", port, None, covered, second)
+            if egress_wins
+            else Cause("ingress", None, port, covered, second)
+        )
+    return _both_ways(during, total) or Cause("network", None, None, covered, max(second, other[1]))
 
 
-def _both_ways(bad: pl.DataFrame, during: pl.DataFrame, total: float) -> Cause | None:
+def _against(
+    during: pl.DataFrame, flag: str, port: list[str], total: float, link: float
+) -> tuple[float, float]:
+    """What the best port covers, and what the next best port or link does."""
+    _, covered, second = _best(during, flag, port, total)
+    return covered, max(second, link)
+
+
+def _both_ways(during: pl.DataFrame, total: float) -> Cause | None:
     """The NIC that is bad in both directions, if one is."""
+    bad = during.filter("bad")
     ways = pl.concat(
         [
             bad.select(pl.col(SRC).name.map(lambda name: name[4:]), "weight", out=True),
@@ -88,10 +108,7 @@ def _both_ways(bad: pl.DataFrame, during: pl.DataFrame, total: float) -> Cause |
     )
     node, nic, weight, sent, received = nics.row(0)
     second = nics["weight"][1] / total if nics.height > 1 else 0.0
-    share = min(
-        _share_bad(during, {"src_node": node, "src_nic": nic}),
-        _share_bad(during, {"dst_node": node, "dst_nic": nic}),
-    )
+    share = min(_share(during, SRC, (node, nic), "bad"), _share(during, DST, (node, nic), "bad"))
     if weight < COVERED * total or share < CONSISTENT or min(sent, received) < 0.2 * weight:
         return None
     if second > RUNNER_UP * weight / total:
@@ -99,10 +116,13 @@ def _both_ways(bad: pl.DataFrame, during: pl.DataFrame, total: float) -> Cause |
     return Cause("nic", (node, nic), (node, nic), weight / total, second)
 
 
-def _best(bad: pl.DataFrame, key: list[str], total: float) -> tuple[tuple[str, ...], float, float]:
-    """The value of `key` with most weight, its share of `total`, and that of the next."""
+def _best(
+    during: pl.DataFrame, flag: str, key: list[str], total: float
+) -> tuple[tuple[str, ...], float, float]:
+    """The value of `key` with most weight of cells with `flag`, its share of `total`, and that of the next."""
     sums = (
-        bad.group_by(key)
+        during.filter(flag)
+        .group_by(key)
         .agg(pl.col("weight").sum())
         .sort("weight", *key, descending=[True] + [False] * len(key))
     )
@@ -112,8 +132,10 @@ def _best(bad: pl.DataFrame, key: list[str], total: float) -> tuple[tuple[str, .
     return sums.select(key).row(0), sums["weight"][0] / total, second
 
 
-def _share_bad(cells: pl.DataFrame, component: dict[str, str]) -> float:
-    """How much of the cells that cross `component` is bad, each of its flows counting the same."""
-    crossing = cells.filter(*(pl.col(name).eq_missing(pl.lit(value)) for name, value in component.items()))
-    share = crossing.group_by(*SRC, *DST).agg((pl.col("weight") > 0).mean().alias("bad"))["bad"].mean()
+def _share(cells: pl.DataFrame, key: list[str], value: tuple[str, ...], flag: str) -> float:
+    """How much of the cells where `key` is `value` has `flag`, each flow counting the same; 0 where there are none."""
+    crossing = cells.filter(
+        pl.col(name).eq_missing(pl.lit(wanted)) for name, wanted in zip(key, value, strict=True)
+    )
+    share = crossing.group_by(EDGE).agg(pl.col(flag).mean().alias("share"))["share"].mean()
     return float(share) if isinstance(share, float) else 0.0

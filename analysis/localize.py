@@ -77,9 +77,12 @@ def _touches(one: Finding, other: Finding) -> bool:
 
 def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:
     """`finding` with the network interface of its NIC in the command to run next."""
+    if finding.nic is None or finding.next_check is None:
+        return finding
     here = nics.filter(pl.col("node") == finding.node, pl.col("nic") == finding.nic)["netdev"].drop_nulls()
-    name = here[0] if len(here) else "NETDEV"
-    return replace(finding, next_check=finding.next_check and finding.next_check.replace("NETDEV", name))
+    return replace(
+        finding, next_check=finding.next_check.replace("NETDEV", here[0] if len(here) else "NETDEV")
+    )
 
 
 def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:

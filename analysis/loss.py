@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import polars as pl
-from pulse_bpf.analysis.cover import DST, SRC, cover
+from pulse_bpf.analysis.cover import EDGE, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Share of repeated bytes from which a flow counts as lossy, unless others repeat nearly as much.
 LOSSY_SHARE, OVER_OTHERS = 0.001, 10.0
 # One incident, such as a pause that lets timers run out, proves nothing: so many operators must hold repeats.
 MIN_HIT = 5
-EDGE = [*SRC, *DST]
 
 
 def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFrame) -> list[Finding]:

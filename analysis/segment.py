@@ -273,7 +273,8 @@ def _boundaries(
         starts = np.empty(len(low))
         at = low[0]
         for index in range(len(low)):
-            starts[index] = at = min(max(at, low[index]), high[index])
+            # Where the volume so far ends away from the call, bytes are missing or unknown: the call settles it.
+            starts[index] = at = at if low[index] <= at <= high[index] else low[index]
             at += expected[index]
     else:
         # All traffic against all volumes is the factor if the recording ends with the last operator.
@@ -302,11 +303,12 @@ def _learn(low: Longs, volume: Floats, kind: NDArray[Any], bin_bytes: float) -> 
     for number in np.unique(kind[:-1][usable]):
         chosen = usable & (kind[:-1] == number)
         middle = float(np.median(ratio[chosen]))
+        if not 0.9 <= middle <= 2.2:
+            continue
         near = np.abs(ratio - middle) <= PACED_TOLERANCE * middle + 2 * bin_bytes / volume[:-1]
         agreeing += int((near & chosen).sum())
-        if 0.9 <= middle <= 2.2 and abs(middle - 1) > VOLUME_TOLERANCE + bin_bytes / np.median(
-            volume[:-1][chosen]
-        ):
+        spread = float(np.median(np.abs(ratio[chosen] - middle)))
+        if abs(middle - 1) > max(VOLUME_TOLERANCE, 3 * spread):
             factor[kind == number] = middle
     paced = int(usable.sum()) >= 3 and agreeing >= 0.6 * int(usable.sum())
     return (factor if paced else np.ones(len(volume))), paced

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import polars as pl
-from pulse_bpf.analysis.cover import DST, SRC, Cause, cover
+from pulse_bpf.analysis.cover import DST, EDGE, SRC, Cause, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Slower than its peers by this factor at least, and by this many robust deviations of all flows.
@@ -13,7 +13,6 @@ SLOW_RATIO, DEVIATIONS = 0.75, 5.0
 STARVED_RATIO = 0.9
 # Operators whose median makes one value, and how many such values a flow must be slow in.
 SMOOTHED, MIN_OPERATORS = 5, 5
-EDGE = [*SRC, *DST]
 OPERATOR = ["comm_id", "kind", "step"]
 
 
@@ -161,7 +160,9 @@ def _smooth(ratio: pl.Expr, which: list[str]) -> pl.Expr:
 def _slow(ratio: str, which: list[str]) -> pl.Expr:
     """Whether `ratio` is low, by more than it wavers over time, in enough operators."""
     log, group = pl.col(ratio).log(), ["comm_id", "kind"]
-    wavers = 1.4826 * (log - log.median().over(*group, *which)).abs().median().over(group)
+    # Between medians of separate operators: a fault that begins half-way is no wavering.
+    moves = (pl.col(ratio) / pl.col(ratio).shift(SMOOTHED)).log().abs().over(*group, *which, order_by="step")
+    wavers = 1.4826 * moves.median().over(group) / 2**0.5
     slow = log < pl.min_horizontal(pl.lit(SLOW_RATIO).log(), -DEVIATIONS * wavers)
     return slow & (slow.sum().over(*group, *which) >= MIN_OPERATORS)
 

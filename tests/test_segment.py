@@ -86,13 +86,19 @@ def test_an_operator_that_never_completes_has_no_end() -> None:
 
 
 def test_calls_that_run_ahead_are_cut_by_volume_and_silence() -> None:
-    """Calls enqueued long before their traffic, as CUDA streams allow, and a recording that begins late."""
+    """All calls of four operators at once, long before most of their traffic, as CUDA streams allow."""
     job = recordings.run(steps=12, kinds=("AllReduce",), seed=2, compute=15)
     frames = recordings.tables(job)
-    calls = frames["ops"].sort("node", "seq")
-    ahead = calls.with_columns(call_ns=pl.col("call_ns").shift(3).over("node").fill_null(T0_NS))
+    first = (pl.col("seq") // 4 * 4).alias("first")
+    ahead = (
+        frames["ops"]
+        .sort("node", "seq")
+        .with_columns(
+            call_ns=pl.col("call_ns").first().over("node", first) + pl.col("seq").cast(pl.Int64) % 4 * 1000
+        )
+    )
     operators = operators_of(frames | {"ops": ahead}).filter(pl.col("level") == "flow")
-    assert operators["paced"].any() is False
+    assert not operators["paced"].any()
     truth = pl.DataFrame(
         [(*key, *value) for key, value in job.truth.items()],
         schema=["rank", "peer_rank", "direction", "op_seq", "first", "last", "packets"],
@@ -127,7 +133,7 @@ def test_two_neighbours_of_a_ring_are_found_by_their_traffic() -> None:
 
 
 def test_the_curve_of_the_slow_port_is_slow_and_the_average_is_the_same_everywhere() -> None:
-    job = recordings.run(steps=8, kinds=("AllReduce",), fault=Fault("egress", 1, 1.0))
+    job = recordings.run(steps=3, kinds=("AllReduce",), fault=Fault("egress", 1, 1.0), chunk=160)
     sent = operators_of(recordings.tables(job)).filter(pl.col("level") == "flow", pl.col("direction") == "tx")
     by_rank = (
         sent.group_by("rank")
@@ -138,5 +144,5 @@ def test_the_curve_of_the_slow_port_is_slow_and_the_average_is_the_same_everywhe
         .sort("rank")
     )
     bursts = by_rank["burst_gbps"].to_list()
-    assert max(bursts[1:2]) < 0.4 * min(bursts[:1] + bursts[2:])
-    assert by_rank["average"].max() < 1.35 * by_rank["average"].min()
+    assert bursts[1] < 0.4 * min(bursts[:1] + bursts[2:])
+    assert by_rank["average"].max() < 1.6 * by_rank["average"].min()
