@@ -77,6 +77,8 @@ ACTIVE_SHARE = 0.2
 STALL_SHARE, STALL_BINS = 0.1, 8
 # Bins at full speed that a window for the bursting rate spans: fewer count packets, more hide short bursts.
 WINDOW_BINS = 2.0
+# Windows of an operator, end to end, below which there is no bursting rate; and in how many windows each byte is.
+MIN_WINDOWS, OVERLAP = 3, 4
 
 
 def measure(
@@ -238,26 +240,28 @@ def _shape(pieces: pl.DataFrame, key: list[str]) -> pl.DataFrame:
 
 
 def _burst(rates: pl.DataFrame, key: list[str]) -> pl.DataFrame:
-    """`burst_gbps` per key: the upper quartile of the rates over consecutive windows of equal volume.
+    """`burst_gbps` per key: the upper quartile of the rates over windows of equal volume, each OVERLAP times covered.
 
-    A window is timed from its first byte to its last, bytes spread evenly in a bin, so silence between two
-    windows does not count. Unlike the rate in a fixed bin it does not jump with single packets when a bin
-    holds few. Null below four windows: such an operator is too small for these bins.
+    A window is timed from its first byte to its last, bytes spread evenly in a bin. Unlike the rate in a fixed
+    bin it does not jump with single packets when a bin holds few. Windows overlap so that how they fall on the
+    slices of a collective does not matter: a quarter of them lie inside slices of 4/3 their size. Null below
+    MIN_WINDOWS: such an operator is too small for these bins.
     """
     extent = rates.group_by(key, maintain_order=True).agg(
         pl.col("net").sum().alias("volume"), pl.col("window_bytes").first()
     )
-    count = (extent["volume"] / extent["window_bytes"]).floor().cast(I64).to_numpy()
-    count = np.where(count >= 4, count, 0)
+    volume = extent["volume"].to_numpy()
+    fitting = np.floor(volume / extent["window_bytes"].to_numpy()).astype(np.int64)
+    count = np.where(fitting >= MIN_WINDOWS, OVERLAP * (fitting - 1) + 1, 0)
     ends = np.cumsum(rates["net"].to_numpy())
     net, t_ns = rates["net"].to_numpy(), rates["t_ns"].to_numpy()
     width = rates["bin_ns"].cast(I64).to_numpy()
     origin = t_ns[0] if len(t_ns) else 0  # floats are exact near it, not near the epoch
-    begin = np.cumsum(extent["volume"].to_numpy()) - extent["volume"].to_numpy()
+    begin = np.cumsum(volume) - volume
     owner = np.repeat(np.arange(len(count)), count)
     number = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-    size = (extent["volume"].to_numpy() / np.maximum(count, 1))[owner]
-    low = begin[owner] + number * size
+    size = (volume / np.maximum(fitting, 1))[owner]
+    low = begin[owner] + number * size / OVERLAP
     high = low + size
     first = np.minimum(np.searchsorted(ends, low + 1e-6, "right"), len(ends) - 1)
     last = np.minimum(np.searchsorted(ends, high - 1e-6, "left"), len(ends) - 1)

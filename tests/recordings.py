@@ -33,7 +33,7 @@ class Fault:
     host: int
     rate: float = 1.0
     peer: int | None = None
-    at: int = 30
+    at: int = 20
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Job:
 def run(
     hosts: int = 4,
     kinds: tuple[str, ...] = ("AllReduce", "Group"),
-    steps: int = 20,
+    steps: int = 14,
     seed: int = 0,
     fault: Fault | None = None,
     rate: float = 4.0,
