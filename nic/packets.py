@@ -124,11 +124,13 @@ class PacketReader:
 
     def stop(self) -> Tables:
         """Detaches, and returns all that is left, bins that were still open and held counts included."""
+        if self._running:
+            # Before the filters go one by one: until here all of them were there.
+            self._last_ns = self._now_ns()
         self._filters.detach()
         if not self._running:
             return {}
         self._running = False
-        self._last_ns = self._now_ns()
         self.drain()
         self._drained.append(self._open_bins())
         return self._tables(self._take(), self._last_ns)

@@ -75,7 +75,7 @@ class Recording:
         self._probes = ProbeSet({pid: host.node for host in hosts for pid in host.pids}, offset_ns)
         cleanup.callback(self._probes.close)
         self._pids = self._attach(hosts)
-        self._attached_ns = time.time_ns()
+        self._attached_ns = self._read_ns = time.time_ns()
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
@@ -103,14 +103,14 @@ class Recording:
                     continue
                 rotated = time.monotonic()
                 self._observe_queue_pairs()
-                self._store([self._probes.read(), self._reader.read() if self._reader else {}])
+                self._store([self._read_calls(), self._reader.read() if self._reader else {}])
                 status.update(self._progress(rotated - started))
                 if not any(Path(f"/proc/{pid}").exists() for pid in self._pids):
                     self.outcome.warnings.append("every recorded process ended, and the recording with them")
                     break
         self.outcome.seconds = time.monotonic() - started
         self._observe_queue_pairs()
-        self._store([self._probes.read(), self._reader.stop() if self._reader else {}])
+        self._store([self._read_calls(), self._reader.stop() if self._reader else {}])
         self._writer.close()
 
     def _attach(self, hosts: Sequence[Host]) -> list[int]:
@@ -160,6 +160,10 @@ class Recording:
         if self._rdma:
             self._qps.observe_netlink(self._rdma.queue_pairs(), time.time_ns())
 
+    def _read_calls(self) -> Tables:
+        self._read_ns = time.time_ns()
+        return self._probes.read()
+
     def _store(self, batches: Sequence[Tables]) -> None:
         for table in sorted({name for batch in batches for name in batch}):
             frame = pl.concat([batch[table] for batch in batches if table in batch])
@@ -186,8 +190,10 @@ class Recording:
 
     def _coverage(self) -> pl.DataFrame:
         """What the readers covered, and the calls: one row per node for source "uprobe", without a NIC."""
-        now_ns, lost = time.time_ns(), self._probes.lost
-        rows = [(node, "uprobe", None, None, None, self._attached_ns, now_ns, lost) for node in self._nodes]
+        lost = self._probes.lost
+        rows = [
+            (node, "uprobe", None, None, None, self._attached_ns, self._read_ns, lost) for node in self._nodes
+        ]
         calls = pl.DataFrame(rows, schema=COVERAGE, orient="row")
         self.outcome.lost = lost
         if not self._reader:
