@@ -62,7 +62,11 @@ def find_late(aligned: pl.DataFrame) -> list[Finding]:
     )
     worst = costs.row(0, named=True)
     next_cost = costs["cost_ns"][1] if costs.height > 1 else 0
-    if worst["cost_ns"] < COST_SHARE * window_ns or worst["cost_ns"] < OVER_NEXT * next_cost:
+    if (
+        not worst["times"]
+        or worst["cost_ns"] < COST_SHARE * window_ns
+        or worst["cost_ns"] < OVER_NEXT * next_cost
+    ):
         return []
     mine = calls.filter(
         pl.col("node") == worst["node"],

@@ -11,14 +11,27 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.errors import DataError
-from pulse_bpf.schema import FORMAT, FORMAT_VERSION, TABLES, conform, empty
+from pulse_bpf.schema import FORMAT, FORMAT_VERSION, STREAMED, TABLES, conform, empty
+
+# A row that lacks one of these says nothing.
+ESSENTIAL = {
+    "nics": ["node", "nic"],
+    "processes": ["node", "pid"],
+    "comms": ["node", "pid"],
+    "ops": ["node", "pid", "kind", "call_ns"],
+    "qps": ["node", "nic", "qpn"],
+    "samples": ["node", "nic", "direction", "t_ns", "bin_ns", "bytes"],
+    "coverage": ["node", "first_ns", "last_ns"],
+    "events": ["node", "nic", "t_ns", "kind"],
+}
 
 
 @dataclass(frozen=True)
 class Recording:
     """All tables of some recordings, each with exactly the columns of its schema, a missing one empty.
 
-    `damaged` names every part that could not be read, with the reason; its rows are missing.
+    `damaged` names every part that could not be read, with the reason, and counts rows that lack what they
+    are about; their rows are missing.
     """
 
     tables: dict[str, pl.DataFrame]
@@ -30,7 +43,7 @@ class Recording:
 
 
 def load(directories: Sequence[Path]) -> Recording:
-    """Reads `directories` as one recording; rows keep the order of directories, parts and files.
+    """Reads `directories` as one recording; rows keep the order of directories and parts. One given twice counts once.
 
     Damaged parts are skipped and named. DataError when a directory is no recording, or when it has parts and
     none of them can be read.
@@ -38,7 +51,7 @@ def load(directories: Sequence[Path]) -> Recording:
     parts: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
     manifests: list[dict[str, Any]] = []
     damaged: list[str] = []
-    for directory in directories:
+    for directory in dict.fromkeys(path.resolve() for path in directories):
         files = _parts_of(directory)
         manifests += _manifests_of(directory, damaged)
         readable = 0
@@ -55,14 +68,21 @@ def load(directories: Sequence[Path]) -> Recording:
                 "Check that it was copied whole",
             )
     tables = {table: _together(table, frames) for table, frames in parts.items()}
+    for table, columns in ESSENTIAL.items():
+        whole = tables[table].drop_nulls(columns)
+        if whole.height < tables[table].height:
+            count = tables[table].height - whole.height
+            damaged.append(f"{table}: {count} rows without one of {', '.join(columns)}")
+        tables[table] = whole
     return Recording(tables, manifests, damaged)
 
 
 def _together(table: str, frames: list[pl.DataFrame]) -> pl.DataFrame:
     if not frames:
         return empty(table)
-    # The same recording given twice, or a table that two recorders of one node both wrote, must not count twice.
-    return pl.concat(frames).unique(maintain_order=True) if len(frames) > 1 else frames[0]
+    together = pl.concat(frames)
+    # Two recorders may both describe a thing. What is counted adds up: equal rows of one bin are two counts.
+    return together if table in STREAMED else together.unique(maintain_order=True)
 
 
 def _parts_of(directory: Path) -> list[tuple[str, Path]]:

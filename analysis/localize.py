@@ -19,6 +19,8 @@ MIN_OPERATORS = 10
 # More unattributed traffic, or fewer measurable operators, than these shares leave too much unseen.
 MAX_UNATTRIBUTED, MIN_MEASURED = 0.1, 0.5
 MIN_CONFIDENCE = 0.5
+# Operators with fewer bytes than they should have, the last ones apart, above which traffic went unseen.
+MAX_INCOMPLETE = 0.1
 # Events lost per operator above which something may have been overlooked.
 MAX_LOST = 0.01
 
@@ -45,12 +47,15 @@ def localize(
     also: list[str] = []
     for finding in find_late(aligned):
         # Acknowledgements queue behind data, so the neighbours of a slow or lossy port finish late as well.
-        if found:
+        if found or unexplained:
             also.append(
                 f"{finding.node} calls late as well, which may be an effect: look again when the rest is mended"
             )
         else:
             found.append(finding)
+    if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
+        # What tells a culprit from its neighbours may be among the unknown.
+        found = [item if item.cause == "stop" else replace(item, confidence=0.4) for item in found]
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
@@ -134,6 +139,8 @@ def _missing(
         missing.append(
             f"{coverage['unattributed_share']:.0%} of the traffic belongs to no known communicator"
         )
+    if coverage["incomplete_share"] > MAX_INCOMPLETE:
+        missing.append(f"bytes are missing in {coverage['incomplete_share']:.0%} of the operators")
     if coverage["lost"] > MAX_LOST * coverage["operators"]:
         missing.append(f"{coverage['lost']} events were lost")
     return missing
@@ -149,6 +156,8 @@ def _coverage(
     total = sum(by_level.values())
     unattributed = operators.filter(pl.col("level") == "unattributed")
     reasons = unattributed.group_by("reason").agg(pl.col("bytes").sum()).sort("reason")
+    moved = operators.filter(pl.col("level") == "flow", pl.col("expected_bytes") > 0)
+    earlier = moved.filter(pl.col("op_seq") < pl.col("op_seq").max().over("node", "pid", "comm_id"))
     lost = tables["coverage"].group_by("node", "source").agg(pl.col("lost").max())
     return {
         "nodes": tables["nodes"]["node"].unique().sort().to_list(),
@@ -158,10 +167,11 @@ def _coverage(
         "bytes_in_operators": by_level.get("flow", 0),
         "bytes_outside_calls": by_level.get("traffic", 0),
         "bytes_unattributed": dict(reasons.iter_rows()),
-        "unattributed_share": by_level.get("unattributed", 0) / total if total else 0.0,
+        "unattributed_share": by_level.get("unattributed", 0) / max(1, total),
         "operators": operators.filter(pl.col("op_seq").is_not_null())
         .select("node", "pid", "program_pos")
         .n_unique(),
+        "incomplete_share": earlier["end_ns"].null_count() / max(1, earlier.height),
         "operators_without_traffic": operators.filter(pl.col("level") == "call", "covered").height,
         # Readers that cannot tell which port lost repeat their total in each row, so the largest is it.
         "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),

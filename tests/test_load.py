@@ -49,6 +49,15 @@ def test_the_same_recording_twice_counts_once(tmp_path: Path, frames: dict[str, 
     assert load([directory, directory])["samples"].height == frames["samples"].height
 
 
+def test_equal_counts_of_one_bin_in_two_parts_are_both_kept(
+    tmp_path: Path, frames: dict[str, pl.DataFrame]
+) -> None:
+    directory = recordings.write(tmp_path / "r", frames)
+    again = frames["samples"][:1]
+    again.write_parquet(directory / "samples" / "000002.parquet")
+    assert load([directory])["samples"].height == frames["samples"].height + 1
+
+
 def test_missing_tables_and_columns_are_empty_and_unknown_ones_ignored(tmp_path: Path) -> None:
     directory = tmp_path / "r"
     directory.mkdir()
@@ -84,6 +93,20 @@ def test_a_part_with_another_type_in_a_column_is_damaged(
     loaded = load([directory])
     assert [("9.parquet" in text) for text in loaded.damaged] == [True]
     assert loaded["samples"].height == frames["samples"].height
+
+
+def test_rows_that_lack_what_they_are_about_are_counted_and_dropped(
+    tmp_path: Path, frames: dict[str, pl.DataFrame]
+) -> None:
+    holes = pl.when(pl.int_range(pl.len()) % 3 > 0).then("t_ns").alias("t_ns")
+    directory = recordings.write(tmp_path / "r", frames | {"samples": frames["samples"].with_columns(holes)})
+    loaded = load([directory])
+    assert loaded["samples"]["t_ns"].null_count() == 0
+    missing = frames["samples"].height - loaded["samples"].height
+    assert missing == -(-frames["samples"].height // 3)
+    assert loaded.damaged == [
+        f"samples: {missing} rows without one of node, nic, direction, t_ns, bin_ns, bytes"
+    ]
 
 
 def test_what_is_no_recording_is_refused_by_name(tmp_path: Path, frames: dict[str, pl.DataFrame]) -> None:

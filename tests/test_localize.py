@@ -198,6 +198,25 @@ def test_without_a_table_it_is_undecided_and_says_why(table: str, fault: Fault |
     assert findings.findings == []
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_with_half_of_the_queue_pairs_unknown_nobody_is_blamed(seed: int) -> None:
+    for fault in (SLOW, Fault("loss", 1, 0.03)):
+        frames = played(fault)
+        known = frames["qps"].sample(fraction=0.5, seed=seed)
+        findings = verdict(frames | {"qps": known})
+        assert accused(findings) == []
+        assert findings.verdict == "undecided"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_missing_at_random_and_uncounted_blame_nobody(seed: int) -> None:
+    for fault in (None, SLOW):
+        frames = played(fault)
+        findings = verdict(frames | {"samples": frames["samples"].sample(fraction=0.9, seed=seed)})
+        assert accused(findings) == []
+        assert findings.verdict == "undecided"
+
+
 def test_few_operators_are_undecided() -> None:
     findings = verdict(played(steps=3))
     assert findings.verdict == "undecided"
