@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
+
 from pulse_bpf.analysis import attribute, metrics, segment
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import polars as pl
-from pulse_bpf.analysis.load import Recording
 
+from pulse_bpf.analysis.load import Recording
 from pulse_bpf.schema import I32, I64, STR, U8, U32, U64, flow_id
 
 QP = ["node", "nic", "port", "qpn"]

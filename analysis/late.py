@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import polars as pl
+
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # A lag counts when it exceeds the peers' by this share of the time between operators and so many deviations.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import polars as pl
+
 from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.late import find_late

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import polars as pl
+
 from pulse_bpf.analysis.cover import EDGE, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 

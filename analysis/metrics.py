@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from pulse_bpf.analysis.segment import PROCESS, Floats, Longs, Segments
 
+from pulse_bpf.analysis.segment import PROCESS, Floats, Longs, Segments
 from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U8, U64
 
 _COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {

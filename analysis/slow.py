@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import polars as pl
+
 from pulse_bpf.analysis.cover import DST, EDGE, SRC, Cause, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
@@ -68,8 +69,13 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
         start_ns=pl.min_horizontal("tx_start_ns", "rx_start_ns"),
         flow_gbps=pl.min_horizontal("tx_flow_gbps", "rx_flow_gbps"),
     )
-    for way, port in (("tx", SRC), ("rx", DST)):
-        rates = _port_rates(aligned, way).rename({"node": port[0], "nic": port[1]})
+    ports = _port_rates(aligned)
+    for way, port, flag in (("tx", SRC, "at_src"), ("rx", DST, "at_dst")):
+        values = ("gbps", "reference", "ratio", "span_ns", "bytes")
+        rates = ports.filter(pl.col("direction") == way).drop("direction")
+        rates = rates.rename(
+            {"node": port[0], "nic": port[1], "slow": flag} | {name: f"{way}_{name}" for name in values}
+        )
         cells = cells.join(rates, on=[*OPERATOR, *port], how="left", nulls_equal=True)
     cells = cells.with_columns(
         (pl.col("flow_gbps") / _others("flow_gbps", [*OPERATOR, *port], 0.5)).alias(ratio)
@@ -104,40 +110,43 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
     return cells.with_columns(weight=(-worst.log()).fill_null(0.0)).sort(key)
 
 
-def _port_rates(aligned: pl.DataFrame, way: str) -> pl.DataFrame:
-    """Per operator and port: WAY_gbps, WAY_reference, WAY_ratio, WAY_span_ns, WAY_bytes, and whether it is slow."""
-    rows = aligned.filter(
-        pl.col("direction") == way, pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null()
-    )
+def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
+    """Per operator, port and direction: gbps, reference, ratio, span_ns, bytes, and whether it is slow.
+
+    A port that receives as fast as others can send is not slow, however much faster several senders together
+    reach somebody else.
+    """
+    rows = aligned.filter(pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null())
     summed = rows.filter(pl.col("level") == "nic")
-    port = [*OPERATOR, "node", "nic"]
+    port = ["node", "nic", "direction"]
     single = rows.filter(pl.col("level") == "flow").join(
-        summed, on=[*port, "pid"], how="anti", nulls_equal=True
+        summed, on=[*OPERATOR, *port, "pid"], how="anti", nulls_equal=True
     )
     rates = (
         pl.concat([summed, single])
         .with_columns(span_ns=pl.col("last_byte_ns") - pl.col("start_ns"))
-        .group_by(port)
+        .group_by(*OPERATOR, *port)
         .agg(pl.col("burst_gbps", "wmed_gbps", "bytes").sum(), pl.col("span_ns").max())
     )
-    references = [
-        _others(rate, OPERATOR, 0.75).alias(f"{rate}_reference") for rate in ("burst_gbps", "wmed_gbps")
-    ]
-    rates = rates.with_columns(references)
-    rates = rates.with_columns(
-        _smooth(pl.col(rate) / pl.col(f"{rate}_reference"), ["node", "nic"]).alias(f"{rate}_ratio")
-        for rate in ("burst_gbps", "wmed_gbps")
-    )
+    for rate in ("burst_gbps", "wmed_gbps"):
+        sent = pl.col(rate).filter(pl.col("direction") == "tx").quantile(0.75).over(OPERATOR)
+        reference = pl.min_horizontal(
+            _others(rate, [*OPERATOR, "direction"], 0.75), pl.when(pl.col("direction") == "rx").then(sent)
+        )
+        rates = rates.with_columns(reference.alias(f"{rate}_reference"))
+        ratio = pl.col(rate) / pl.col(f"{rate}_reference")
+        rates = rates.with_columns(_smooth(ratio, port).alias(f"{rate}_ratio"))
     # The median bin must be slow too: what bursts at full speed inside a window is starved, not slow.
-    slow = _slow("burst_gbps_ratio", ["node", "nic"]) & (pl.col("wmed_gbps_ratio") < STARVED_RATIO)
+    slow = _slow("burst_gbps_ratio", port) & (pl.col("wmed_gbps_ratio") < STARVED_RATIO)
     return rates.select(
+        *OPERATOR,
         *port,
-        pl.col("burst_gbps").alias(f"{way}_gbps"),
-        pl.col("burst_gbps_reference").alias(f"{way}_reference"),
-        pl.col("burst_gbps_ratio").alias(f"{way}_ratio"),
-        pl.col("span_ns").alias(f"{way}_span_ns"),
-        pl.col("bytes").alias(f"{way}_bytes"),
-        slow.alias("at_src" if way == "tx" else "at_dst"),
+        pl.col("burst_gbps").alias("gbps"),
+        pl.col("burst_gbps_reference").alias("reference"),
+        pl.col("burst_gbps_ratio").alias("ratio"),
+        "span_ns",
+        "bytes",
+        slow.alias("slow"),
     )
 
 

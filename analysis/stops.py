@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import polars as pl
+
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Silent for so many times the usual time between operators, and the longest pause seen before, is stopped.

@@ -6,9 +6,10 @@ import io
 import textwrap
 from datetime import datetime
 
-from pulse_bpf.analysis.findings import Finding, Findings
 from rich.console import Console
 from rich.table import Table
+
+from pulse_bpf.analysis.findings import Finding, Findings
 
 WIDTH = 96
 

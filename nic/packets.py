@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+
+from pulse_bpf.errors import UsageError
 from pulse_bpf.nic import Source, Tables, Tap
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.nic.tc import TcFilters
-
-from pulse_bpf.errors import UsageError
 from pulse_bpf.schema import COVERAGE, I64, STR, U8, U32, conform
 
 # Mirrors of probes/bpf/roce.h.

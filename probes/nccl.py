@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
-from pulse_bpf.probes.events import CALLS, COMM_GONE, EVENT_VERSION
 
+from pulse_bpf.probes.events import CALLS, COMM_GONE, EVENT_VERSION
 from pulse_bpf.schema import NCCL_DTYPES, PER_RANK_KINDS, comm_id, conform
 
 # Exported function of the library -> function of nccl.c. The ...Config calls of 2.32 take the same arguments

@@ -8,6 +8,7 @@ from ipaddress import IPv6Address
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
+
 from pulse_bpf.probes.events import DESTROY_QP, EVENT_VERSION
 
 # Exported function, at its default version -> function of verbs.c.

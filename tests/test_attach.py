@@ -16,13 +16,13 @@ from typing import Any
 
 import polars as pl
 import pytest
-from pulse_bpf.probes import BPF_DIRECTORY, nccl
-from pulse_bpf.probes.events import NCCL_EVENT
 
 from pulse_bpf.attach import ProbeSet, Program
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
 from pulse_bpf.lab import nccl as lab_nccl
+from pulse_bpf.probes import BPF_DIRECTORY, nccl
+from pulse_bpf.probes.events import NCCL_EVENT
 from pulse_bpf.schema import NCCL_DTYPES, comm_id
 from pulse_bpf.targets import find_nccl_processes, mapped_files
 

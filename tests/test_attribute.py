@@ -7,9 +7,9 @@ import pytest
 import recordings
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pulse_bpf.analysis import attribute, measure
 from pulse_bpf.analysis.load import Recording
-
 from pulse_bpf.schema import conform, empty, flow_id
 
 JOB = recordings.run(steps=3, hosts=3)

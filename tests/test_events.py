@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from pulse_bpf.probes import BPF_DIRECTORY, events, verbs
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pulse_bpf.nic.identity import read_nics
-
 from pulse_bpf.schema import TABLES
 
 ZERO = "0000:0000:0000:0000:0000:0000:0000:0000"

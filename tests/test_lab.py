@@ -11,8 +11,8 @@ from typing import Any
 
 import polars as pl
 import pytest
-from pulse_bpf.analysis import analyze
 
+from pulse_bpf.analysis import analyze
 from pulse_bpf.errors import OK
 
 pytestmark = [pytest.mark.rxe, pytest.mark.timeout(900)]

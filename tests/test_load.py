@@ -8,8 +8,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 import recordings
-from pulse_bpf.analysis.load import load
 
+from pulse_bpf.analysis.load import load
 from pulse_bpf.errors import DataError
 from pulse_bpf.schema import TABLES
 

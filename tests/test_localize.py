@@ -9,13 +9,13 @@ from pathlib import Path
 import polars as pl
 import pytest
 import recordings
+from recordings import BIN_NS, Fault
+
+from pulse_bpf import analysis
 from pulse_bpf.analysis import Findings, measure
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.localize import localize
 from pulse_bpf.analysis.text import render
-from recordings import BIN_NS, Fault
-
-from pulse_bpf import analysis
 from pulse_bpf.schema import empty
 
 SLOW = Fault("egress", 1, 1.0)
@@ -128,6 +128,8 @@ def test_a_late_rank_is_a_node_with_a_cause_and_no_slow_nic() -> None:
     assert accused(findings) == [("node", "node2", None)]
     assert findings.findings[0].cause == "compute"
     assert findings.findings[0].rank == 2
+    alltoall = verdict(played(Fault("late", 1, 6.0), kinds=("Group",), chunk=32, noise=0.5))
+    assert accused(alltoall) == [("node", "node1", None)]
     sporadic = verdict(played(Fault("pause", 1, 300)))
     assert accused(sporadic) == [("node", "node1", None)]
     assert sporadic.findings[0].kind == "host-pause"

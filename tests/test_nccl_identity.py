@@ -8,12 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from pulse_bpf.probes import nccl
-from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
 from pulse_bpf.lab import nccl as lab_nccl
+from pulse_bpf.probes import nccl
+from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 
 pytestmark = pytest.mark.skipif(
     shutil.which("gcc") is None or platform.machine() != "x86_64", reason="needs gcc on x86-64"

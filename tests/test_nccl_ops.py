@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from pulse_bpf.probes.events import CALLS, COMM_GONE, EVENT_VERSION, NCCL_EVENT
 from pulse_bpf.probes.nccl import NcclDecoder
-
 from pulse_bpf.schema import COMMS, NCCL_DTYPES, OPS, PER_RANK_KINDS, comm_id
 
 WALL_OFFSET_NS = 1_700_000_000_000_000_000

@@ -9,11 +9,11 @@ from typing import Any
 
 import polars as pl
 import pytest
-from pulse_bpf.nic.nldev import GET, LINKS, PORT_GET, QUEUE_PAIRS, RES_QP_GET, Nldev, RdmaMarshal
 from pyroute2.netlink import NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_MULTI, NLMSG_DONE, NLMSG_ERROR
 from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
 
 from pulse_bpf.errors import HostError
+from pulse_bpf.nic.nldev import GET, LINKS, PORT_GET, QUEUE_PAIRS, RES_QP_GET, Nldev, RdmaMarshal
 
 NESTED = 1 << 15
 DEV_INDEX, DEV_NAME, PORT_INDEX, PORT_STATE, RES_QP, NDEV_NAME = 1, 2, 3, 12, 19, 51

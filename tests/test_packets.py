@@ -14,11 +14,6 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from pulse_bpf.nic import Tap
-from pulse_bpf.nic.packets import BIN, COUNTS, FLOW, PacketReader
-from pulse_bpf.nic.qps import QpTable
-from pulse_bpf.nic.tc import EGRESS, INGRESS
-from pulse_bpf.probes import BPF_DIRECTORY
 from pyroute2 import IPRoute
 from roce_frames import NAK, RNR, Packet, count
 from scapy.contrib.roce import BTH
@@ -26,6 +21,11 @@ from scapy.layers.l2 import Ether
 
 from pulse_bpf.attach import Program
 from pulse_bpf.errors import HostError, UsageError
+from pulse_bpf.nic import Tap
+from pulse_bpf.nic.packets import BIN, COUNTS, FLOW, PacketReader
+from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.nic.tc import EGRESS, INGRESS
+from pulse_bpf.probes import BPF_DIRECTORY
 from pulse_bpf.schema import NICS, TABLES, flow_id
 
 OWN, PEER, OTHER = "10.99.0.1", "10.99.0.2", "10.99.0.3"

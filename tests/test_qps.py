@@ -8,10 +8,10 @@ import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pulse_bpf.nic.nldev import QUEUE_PAIRS
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.probes.verbs import QP_EVENTS
-
 from pulse_bpf.schema import NICS, TABLES, flow_id
 
 NIC = pl.DataFrame(

@@ -10,11 +10,11 @@ import numpy as np
 import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pulse_bpf.nic import Tap
 from pulse_bpf.nic.packets import BIN, COUNT_COLUMNS, PacketReader
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.probes.verbs import QP_EVENTS
-
 from pulse_bpf.schema import NICS
 
 # Port a/rxe1 is seen at its own interface 5, b/rxe2 at the switch's interface 6, and nobody has C.

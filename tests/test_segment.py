@@ -5,9 +5,10 @@ from __future__ import annotations
 import polars as pl
 import pytest
 import recordings
+from recordings import BIN_NS, T0_NS, Fault, Job
+
 from pulse_bpf.analysis import measure
 from pulse_bpf.analysis.load import Recording
-from recordings import BIN_NS, T0_NS, Fault, Job
 
 
 def operators_of(frames: dict[str, pl.DataFrame]) -> pl.DataFrame:

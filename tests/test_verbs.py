@@ -7,6 +7,7 @@ import polars as pl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+
 from pulse_bpf.probes import verbs
 from pulse_bpf.probes.events import DESTROY_QP, EVENT_VERSION, MODIFY_QP, QP_EVENT
 
