@@ -5,72 +5,23 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from pulse_bpf import schema
 from pulse_bpf.analysis.segment import PROCESS, Floats, Longs, Segments
-from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U8, U64
+from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U64
 
-_COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
+# What localization needs beyond the recording format; see `measure`.
+_FURTHER: dict[str, pl.DataType | type[pl.DataType]] = {
     "level": STR,
-    "node": STR,
-    "nic": STR,
-    "port": U8,
-    "direction": STR,
-    "pid": I64,
-    "peer_pid": I64,
-    "gpu": I32,
-    "comm_id": STR,
-    "channel": I32,
-    "kind": STR,
-    "op_seq": U64,
-    "program_pos": U64,
-    "rank": I32,
     "nranks": I32,
-    "peer_rank": I32,
-    "peer_node": STR,
-    "peer_nic": STR,
-    "flows": pl.List(U64),
     "op_bytes": U64,
     "nccl_seq": U64,
-    "call_ns": I64,
-    "prev_end_ns": I64,
-    "start_ns": I64,
-    "end_ns": I64,
-    "start_err_ns": I64,
-    "end_err_ns": I64,
-    "bytes": I64,
-    "expected_bytes": I64,
-    "completion": F64,
-    "retx_bytes": I64,
-    "ctl_packets": I64,
-    "active_ns": I64,
-    "active_gbps": F64,
     "burst_gbps": F64,
-    "peak_gbps": F64,
-    "max_gbps": F64,
-    "p95_gbps": F64,
-    "wmed_gbps": F64,
-    "bin_cv": F64,
     "last_byte_ns": I64,
-    "start_lag_ns": I64,
-    "gap_sender_ns": I64,
-    "gap_receiver_ns": I64,
-    "gap_network_ns": I64,
-    "gap_unknown_ns": I64,
-    "tail_ns": I64,
-    "first_gap_ns": I64,
-    "stalls": I64,
-    "stall_ns": I64,
-    "stall_trickle_ns": I64,
-    "first_stall_ns": I64,
-    "first_stall_len_ns": I64,
-    "first_stall_bytes": I64,
-    "bin_ns": I64,
     "covered": BOOL,
     "paced": BOOL,
-    "origin": STR,
-    "confidence": F64,
     "reason": STR,
 }
-OPERATORS = pl.Schema(_COLUMNS)
+OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 # A bin counts as active above this share of the flow's 95th percentile: less is a trickle of control data.
 ACTIVE_SHARE = 0.2
 # A silence is a stall when it is this much of the operator, and long enough in bins not to be one packet's.
