@@ -22,6 +22,9 @@ JOB = STATE / "job"
 HOSTS_FILE = STATE / "hosts.json"
 _STATE_FILE = STATE / "lab.json"
 _START_S = 120.0
+# All of the job runs on one of these, since soft-RoCE sends many packets twice when it runs on several; what is not
+# of the job keeps to the others.
+_CPUS = os.sched_getaffinity(0)
 
 
 @dataclass
@@ -68,11 +71,7 @@ def start(lab: Lab) -> None:
     shutil.rmtree(JOB, ignore_errors=True)
     JOB.mkdir()
     comm_hash = random.getrandbits(63) | 1
-    # All of the job on one CPU, since soft-RoCE sends many packets twice when it runs on several; what is not of
-    # the job keeps to the others.
-    cpus = os.sched_getaffinity(0)
-    others = cpus - {min(cpus)} or cpus
-    os.sched_setaffinity(0, {min(cpus)})
+    os.sched_setaffinity(0, {min(_CPUS)})
     for rank in range(lab.hosts):
         command = [
             *(sys.executable, "-m", "pulse_bpf.lab.worker"),
@@ -85,7 +84,7 @@ def start(lab: Lab) -> None:
             )
         lab.pids.append(worker.pid)
         lab.save()
-    os.sched_setaffinity(0, others)
+    os.sched_setaffinity(0, _CPUS - {min(_CPUS)} or _CPUS)
     HOSTS_FILE.write_text(json.dumps(hosts_entries(lab.pids), indent=1))
     wait_for_steps(lab, 1, _START_S)
 
