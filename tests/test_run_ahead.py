@@ -1,0 +1,34 @@
+"""A host that enqueues a whole step at once: calls say nothing about where operators end, volumes do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pulse_bpf.analysis.segment import _boundaries
+
+BIN_NS = 1_000_000
+VOLUMES = np.array([192, 192, 384, 64]) * 1024
+STEPS = 10
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_operators_are_cut_by_volume_whenever_they_were_called(ahead: bool) -> None:
+    volume = np.tile(VOLUMES, STEPS)
+    bins = volume // 4096
+    # Operators follow each other without a gap; before each step 20 bins pass in silence.
+    silence = np.repeat(np.arange(1, STEPS + 1) * 20, len(VOLUMES))
+    begin = (np.cumsum(bins) - bins + silence) * BIN_NS
+    t_ns = np.concatenate([b + np.arange(n) * BIN_NS for b, n in zip(begin, bins, strict=True)])
+    call_ns = begin.reshape(STEPS, -1)
+    if ahead:
+        call_ns = call_ns[:, :1] + np.arange(len(VOLUMES)) * 1000
+    total = np.cumsum(np.full(len(t_ns), 4096))
+    kind = np.tile(np.arange(len(VOLUMES)), STEPS)
+    starts, ends, expected, paced = _boundaries(
+        t_ns, total, BIN_NS, call_ns.ravel(), volume.astype(float), kind
+    )
+    assert paced == (not ahead)
+    assert starts.tolist() == (np.cumsum(volume) - volume).tolist()
+    assert ends.tolist() == np.cumsum(volume).tolist()
+    assert expected.tolist() == volume.tolist()
