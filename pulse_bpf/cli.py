@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pulse_bpf import __version__
-from pulse_bpf.errors import ANOMALY, HOST, OK, PulseError, UsageError
+from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, PulseError, UsageError
 
 _EXAMPLES = """examples:
   pulse check                              can this host record?
@@ -152,4 +152,6 @@ def _analyze(arguments: argparse.Namespace) -> int:
     if arguments.operators:
         analysis.operators(arguments.recordings).write_parquet(arguments.operators)
     print(findings.to_json() if arguments.json else render(findings))
-    return ANOMALY if arguments.exit_code and findings.verdict == "anomaly" else OK
+    if arguments.exit_code and findings.verdict == "anomaly":
+        return ANOMALY
+    return PARTIAL if findings.coverage["damaged_parts"] else OK
