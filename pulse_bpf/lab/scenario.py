@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ _STEP_TIMEOUT_S = 60.0
 _STOP_AT = 0.4
 # What one run takes beside its recording under emulation, generously.
 _AROUND_RUN_S = 180.0
+_ATTACH_S = 120.0
 _BOOT_S = 120.0
 
 
@@ -103,7 +105,7 @@ def _run_one(lab: job.Lab, name: str, plan: Plan, index: int) -> int:
         slows.inject(lab, host)
         job.wait_for_steps(lab, 1, _STEP_TIMEOUT_S)
     command = [
-        *(sys.executable, "-m", "pulse_bpf", "record", "--hosts", str(job.HOSTS_FILE)),
+        *(sys.executable, "-X", "faulthandler", "-m", "pulse_bpf", "record", "--hosts", str(job.HOSTS_FILE)),
         *("-d", str(plan.seconds), "--bin-us", str(plan.bin_us), "-o", str(directory / "recording")),
     ]
     recorder = subprocess.Popen(command)
@@ -134,12 +136,15 @@ def _run_one(lab: job.Lab, name: str, plan: Plan, index: int) -> int:
 
 
 def _wait_until_attached(recorder: subprocess.Popen[bytes], recording: Path) -> None:
-    deadline = time.monotonic() + _AROUND_RUN_S
+    deadline = time.monotonic() + _ATTACH_S
     while not (recording / "manifest.json").exists():
         if recorder.poll() is not None:
             raise HostError("pulse record ended at once", f"exit status {recorder.returncode}, see above")
         if time.monotonic() > deadline:
-            raise HostError("pulse record does not get attached")
+            # It then says where it is.
+            recorder.send_signal(signal.SIGABRT)
+            recorder.wait()
+            raise HostError("pulse record does not get attached", "see above where it was")
         time.sleep(0.1)
 
 
