@@ -105,7 +105,7 @@ class Recording:
                 self._observe_queue_pairs()
                 self._store([self._read_calls(), self._reader.read() if self._reader else {}])
                 status.update(self._progress(rotated - started))
-                if not any(Path(f"/proc/{pid}").exists() for pid in self._pids):
+                if self._probes.state()["processes"]["gone_ns"].null_count() == 0:
                     self.outcome.warnings.append("every recorded process ended, and the recording with them")
                     break
         self.outcome.seconds = time.monotonic() - started

@@ -67,9 +67,16 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
 
 
 def is_alive(process: Process, proc: Path = PROC) -> bool:
-    """Whether `process` itself, and not another with its pid, still runs."""
+    """Whether `process` itself, and not another with its pid, still runs.
+
+    One that waits for its parent to take note of its end runs no more; a first thread that ended before others does
+    not end a process.
+    """
+    directory = proc / str(process.pid)
     try:
-        return _start_ticks(proc / str(process.pid)) == process.start_ticks
+        state = _stat_after_name(directory)[0]
+        ended = state in "ZX" and len(list((directory / "task").iterdir())) <= 1
+        return _start_ticks(directory) == process.start_ticks and not ended
     except OSError:
         return False
 
@@ -145,9 +152,13 @@ def _pids(proc: Path) -> Iterator[int]:
 
 
 def _start_ticks(directory: Path) -> int:
-    # The command name, second field, may itself hold spaces and parentheses; start time is the 22nd.
-    after_name = (directory / "stat").read_text().rpartition(")")[2]
-    return int(after_name.split()[19])
+    return int(_stat_after_name(directory)[19])
+
+
+def _stat_after_name(directory: Path) -> list[str]:
+    """The fields of a process's stat from the third, its state, on; start time is the 22nd."""
+    # The command name, second field, may itself hold spaces and parentheses.
+    return (directory / "stat").read_text().rpartition(")")[2].split()
 
 
 def _read_link(path: Path) -> str:

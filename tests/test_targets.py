@@ -124,6 +124,10 @@ def test_a_running_process_and_its_end() -> None:
         started_ns = targets.start_ns(process, wall_offset_ns)
         assert before_ns - 2 * tick_ns <= started_ns <= time.time_ns() + tick_ns
         child.kill()
+        # Ended, though its parent has not taken note yet.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert Path(f"/proc/{child.pid}").exists()
+        assert not targets.is_alive(process)
         child.wait()
         assert not targets.is_alive(process)
 
