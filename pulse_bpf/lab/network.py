@@ -31,6 +31,8 @@ _SYSCTLS = {
     "net/ipv4/conf/default/accept_local": "1",
     "net/ipv4/conf/all/arp_ignore": "1",
     "net/ipv4/conf/all/arp_announce": "2",
+    # Soft-RoCE's timers stay on the job's CPU: when they ran on another, kernel 6.1 was seen to lock up.
+    "kernel/timer_migration": "0",
 }
 _SHAPER, _INNER = 0x10000, 0x20000
 

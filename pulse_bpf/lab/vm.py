@@ -111,7 +111,7 @@ def _machine() -> list[str]:
     return [
         *("-accel", accelerator, "-cpu", cpu, "-smp", "2", "-m", "3G", "-M", "q35"),
         *("-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"),
-        *("-append", "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable random.trust_cpu=on"),
+        *("-append", "console=ttyS0 quiet panic=-1 softlockup_panic=1 mitigations=off tsc=reliable random.trust_cpu=on"),
         *("-device", "virtio-rng-pci"),
     ]
 
