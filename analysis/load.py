@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,15 +46,22 @@ class Recording:
 def load(directories: Sequence[Path]) -> Recording:
     """Reads `directories` as one recording; rows keep the order of directories and parts. One given twice counts once.
 
-    Damaged parts are skipped and named. DataError when a directory is no recording, or when it has parts and
-    none of them can be read.
+    Damaged parts are skipped and named. DataError when a directory is no recording or may not be looked into, or
+    when it has parts and none of them can be read.
     """
     parts: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
     manifests: list[dict[str, Any]] = []
     damaged: list[str] = []
     for directory in dict.fromkeys(path.resolve() for path in directories):
-        files = _parts_of(directory)
-        manifests += _manifests_of(directory, damaged)
+        try:
+            files = _parts_of(directory)
+            manifests += _manifests_of(directory, damaged)
+        except OSError as error:
+            raise DataError(
+                f"cannot read {error.filename}",
+                error.strerror or str(error),
+                "Analyze it as a user who may read it",
+            ) from error
         readable = 0
         for table, path in files:
             try:
@@ -90,13 +98,8 @@ def _parts_of(directory: Path) -> list[tuple[str, Path]]:
     if not directory.is_dir():
         reason = "it is not a directory" if directory.exists() else "it does not exist"
         raise DataError(f"{directory} is no recording", reason, "Give the directory that pulse record wrote")
-    files = [
-        (table, path)
-        for table in TABLES
-        for path in [directory / f"{table}.parquet", *sorted((directory / table).glob("*.parquet"))]
-        if path.is_file()
-    ]
-    if not files and not _manifest_files(directory):
+    files = [(table, path) for table in TABLES for path in _files(directory, table, ".parquet")]
+    if not files and not _files(directory, "manifest", ".json"):
         raise DataError(
             f"{directory} is no recording",
             "it holds neither a manifest nor a table",
@@ -105,14 +108,18 @@ def _parts_of(directory: Path) -> list[tuple[str, Path]]:
     return files
 
 
-def _manifest_files(directory: Path) -> list[Path]:
-    candidates = [directory / "manifest.json", *sorted((directory / "manifest").glob("*.json"))]
-    return [path for path in candidates if path.is_file()]
+def _files(directory: Path, name: str, suffix: str) -> list[Path]:
+    """What `directory` holds under `name`: one file, files in a folder, or both. OSError when it may not be listed."""
+    files = [path for path in [(directory / name).with_suffix(suffix)] if path.is_file()]
+    # Not glob(): it takes a folder that may not be read for an empty one.
+    with suppress(FileNotFoundError, NotADirectoryError):
+        files += sorted(path for path in (directory / name).iterdir() if path.suffix == suffix)
+    return files
 
 
 def _manifests_of(directory: Path, damaged: list[str]) -> list[dict[str, Any]]:
     manifests = []
-    for path in _manifest_files(directory):
+    for path in _files(directory, "manifest", ".json"):
         try:
             manifest = json.loads(path.read_text())
         except (ValueError, OSError) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import polars as pl
@@ -12,13 +14,20 @@ import pytest
 import recordings
 from recordings import Fault
 
-from pulse_bpf.errors import ANOMALY, NO_DATA, OK, PARTIAL
+from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL
 
 PULSE = [sys.executable, "-m", "pulse_bpf", "analyze"]
 
 
-def _analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PULSE, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+# Root may read everything, but not without its capabilities.
+ORDINARY = (
+    ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs") if os.geteuid() == 0 else ()
+)
+
+
+def _analyze(*arguments: str | Path, prefix: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+    command = [*prefix, *PULSE, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture
@@ -60,8 +69,46 @@ def test_a_directory_that_is_no_recording(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize("closed", [".", "samples", "manifest.json", "nodes.parquet"])
+def test_what_may_not_be_read_is_named(healthy: Path, closed: str) -> None:
+    path = healthy / closed
+    mode = path.stat().st_mode
+    is_folder = path.is_dir()
+    path.chmod(0)
+    try:
+        result = _analyze(healthy, prefix=ORDINARY)
+    finally:
+        path.chmod(mode)
+    assert "Traceback" not in result.stderr
+    if is_folder:
+        assert result.returncode == NO_DATA
+        assert str(path) in result.stderr
+        assert "Permission denied" in result.stderr
+        assert len(result.stderr.splitlines()) == 1
+    else:
+        assert result.returncode == PARTIAL
+        assert closed in result.stdout
+
+
 def test_exit_code_tells_an_anomaly(tmp_path: Path) -> None:
     slow = recordings.tables(recordings.run(fault=Fault("egress", 1, 1.0)))
     directory = recordings.write(tmp_path / "rec", slow)
     assert _analyze(directory, "--exit-code").returncode == ANOMALY
     assert _analyze(directory).returncode == OK
+
+
+def test_operators_that_cannot_be_written_leave_the_verdict(healthy: Path, tmp_path: Path) -> None:
+    result = _analyze(healthy, "--operators", tmp_path / "nowhere/ops.parquet")
+    assert result.returncode == HOST
+    assert result.stdout.startswith("Verdict: HEALTHY")
+    assert "cannot write" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("sink", "status"), [("| true", OK), (">/dev/full", HOST)])
+def test_a_reader_that_leaves_and_a_full_disk(healthy: Path, sink: str, status: int) -> None:
+    script = f"set -o pipefail; env -u PYTHONUNBUFFERED {sys.executable} -m pulse_bpf analyze {healthy} --json {sink}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr
+    assert "Exception" not in result.stderr
