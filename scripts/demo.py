@@ -19,8 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from pulse_bpf.analysis.findings import ACCUSING
+
 PULSE = [sys.executable, "-m", "pulse_bpf"]
-ACCUSING = ("gpu", "nic", "node", "link")
 
 
 def main() -> int:
