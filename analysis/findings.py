@@ -67,7 +67,6 @@ class Findings:
     groups: list[dict[str, Any]]
     coverage: dict[str, Any]
     missing: list[str] = field(default_factory=list)
-    iteration: dict[str, int | None] | None = None
 
     def to_json(self) -> str:
         content: dict[str, Any] = {
@@ -75,10 +74,6 @@ class Findings:
             "version": VERSION,
             "verdict": self.verdict,
             "window_ns": list(self.window_ns),
-        }
-        if self.iteration is not None:
-            content["iteration"] = self.iteration
-        content |= {
             "findings": [finding.to_dict(number) for number, finding in enumerate(self.findings, 1)],
             "groups": self.groups,
             "coverage": self.coverage | {"missing": self.missing},

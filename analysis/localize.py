@@ -60,7 +60,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*also, *stops.undecided, *unexplained, *_missing(aligned, tables, coverage)]
+    missing = [*also, *stops.undecided, *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -110,9 +110,7 @@ def _watched_until(coverage: pl.DataFrame, end_ns: int) -> int:
     return end_ns if ends is None else int(ends)
 
 
-def _missing(
-    aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], coverage: Mapping[str, Any]
-) -> list[str]:
+def _missing(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:
     """What stands in the way of calling the recording healthy."""
     calls = aligned.filter(pl.col("level").is_in(["flow", "call"]))
     if calls.is_empty():

@@ -16,7 +16,6 @@ Floats = NDArray[np.float64]
 
 PROCESS = ["node", "pid"]
 PORT = ["node", "nic", "port", "direction"]
-RING = ("AllReduce", "AllGather", "ReduceScatter", "Broadcast", "Reduce")
 # An operator is complete when all but this share of its bytes were seen: more would hide its last message.
 VOLUME_TOLERANCE = 0.004
 # A process that waits for each operator moves between two calls what the first needs, to this accuracy.

@@ -1,4 +1,4 @@
-"""RDMA netlink: the kernel's own list of RDMA devices, their ports and queue pairs.
+"""RDMA netlink: the kernel's own list of RDMA devices and their queue pairs.
 
 Numbers: rdma_netlink.h of the kernel's user API (enum rdma_nldev_command, rdma_nldev_attr).
 """
@@ -20,18 +20,15 @@ from pulse_bpf.schema import I32, I64, STR, U8, U32
 
 NETLINK_RDMA = 20
 NLDEV_CLIENT = 5
-GET, PORT_GET, RES_QP_GET = 1, 5, 10
+GET, RES_QP_GET = 1, 10
 _RC = 2  # enum ib_qp_type
 _CONNECTED = 2  # from RTR on, the peer's QPN means something (enum ib_qp_state)
 _DUMP_ATTEMPTS = 5
 
 DEVICES = pl.Schema({"nic": STR, "index": U32})
-LINKS = pl.Schema({"nic": STR, "port": U8, "state": STR, "netdev": STR})
 QUEUE_PAIRS = pl.Schema(
     {"nic": STR, "port": U8, "qpn": U32, "peer_qpn": U32, "pid": I64, "type": STR, "state": I32}
 )
-# enum ib_port_state
-_PORT_STATES = {0: "nop", 1: "down", 2: "init", 3: "armed", 4: "active", 5: "active_defer"}
 
 
 class QueuePairEntry(nla):  # type: ignore[misc]
@@ -59,9 +56,7 @@ class NldevMessage(nlmsg):  # type: ignore[misc]
         (1, "RDMA_NLDEV_ATTR_DEV_INDEX", "uint32"),
         (2, "RDMA_NLDEV_ATTR_DEV_NAME", "asciiz"),
         (3, "RDMA_NLDEV_ATTR_PORT_INDEX", "uint32"),
-        (12, "RDMA_NLDEV_ATTR_PORT_STATE", "uint8"),
         (19, "RDMA_NLDEV_ATTR_RES_QP", "QueuePairList"),
-        (51, "RDMA_NLDEV_ATTR_NDEV_NAME", "asciiz"),
     )
     QueuePairList = QueuePairList
 
@@ -70,9 +65,7 @@ class RdmaMarshal(Marshal):  # type: ignore[misc]
     """Decodes nldev messages, and notes whether the kernel marked one, the last included, as part of a dump
     that changed under way: pyroute2 has an exception for that and does not raise it."""
 
-    msg_map: ClassVar = {
-        NLDEV_CLIENT << 10 | command: NldevMessage for command in (GET, PORT_GET, RES_QP_GET)
-    }
+    msg_map: ClassVar = {NLDEV_CLIENT << 10 | command: NldevMessage for command in (GET, RES_QP_GET)}
     interrupted = False
 
     def fix_message(self, msg: Any) -> None:
@@ -95,7 +88,7 @@ class RdmaSocket(NetlinkSocket):  # type: ignore[misc]
 
 
 class Nldev:
-    """Lists RDMA devices, ports and queue pairs; needs no privilege, sees the RDMA devices of its network namespace.
+    """Lists RDMA devices and queue pairs; needs no privilege, sees the RDMA devices of its network namespace.
 
     HostError when the kernel has no RDMA or does not answer with one consistent listing.
     """
@@ -118,19 +111,6 @@ class Nldev:
             for message in self._dump(GET)
         ]
         return pl.DataFrame(rows, schema=DEVICES)
-
-    def links(self) -> pl.DataFrame:
-        """LINKS rows by device and port; `netdev` is null where the device does not tell it."""
-        rows = [
-            {
-                "nic": nic,
-                "port": message.get_attr(_attr("PORT_INDEX")),
-                "state": _PORT_STATES.get(message.get_attr(_attr("PORT_STATE")), "unknown"),
-                "netdev": message.get_attr(_attr("NDEV_NAME")),
-            }
-            for nic, message in self._dump_each_device(PORT_GET)
-        ]
-        return pl.DataFrame(rows, schema=LINKS)
 
     def queue_pairs(self) -> pl.DataFrame:
         """QUEUE_PAIRS rows: the reliable connections of user processes.

@@ -13,10 +13,10 @@ from pyroute2.netlink import NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_MULTI, NLMSG_DON
 from pyroute2.netlink.exceptions import NetlinkDumpInterrupted
 
 from pulse_bpf.errors import HostError
-from pulse_bpf.nic.nldev import GET, LINKS, PORT_GET, QUEUE_PAIRS, RES_QP_GET, Nldev, RdmaMarshal
+from pulse_bpf.nic.nldev import GET, QUEUE_PAIRS, RES_QP_GET, Nldev, RdmaMarshal
 
 NESTED = 1 << 15
-DEV_INDEX, DEV_NAME, PORT_INDEX, PORT_STATE, RES_QP, NDEV_NAME = 1, 2, 3, 12, 19, 51
+DEV_INDEX, DEV_NAME, PORT_INDEX, RES_QP = 1, 2, 3, 19
 RES_QP_ENTRY, LQPN, RQPN, SQ_PSN, TYPE, STATE, PID, KERN_NAME = 20, 21, 22, 24, 26, 27, 28, 29
 
 
@@ -110,18 +110,6 @@ def test_queue_pairs_of_user_processes() -> None:
     assert socket.asked == [(GET, {}), (RES_QP_GET, {"RDMA_NLDEV_ATTR_DEV_INDEX": 0})]
 
 
-def test_links() -> None:
-    ports = [
-        attribute(DEV_INDEX, 0) + attribute(PORT_INDEX, 1) + attribute(PORT_STATE, bytes([4])),
-        attribute(DEV_INDEX, 0) + attribute(PORT_INDEX, 2) + attribute(PORT_STATE, bytes([1])),
-    ]
-    ports[0] += attribute(NDEV_NAME, "h1")
-    socket = ScriptedSocket(ONE_DEVICE, b"".join(packed(PORT_GET, port) for port in ports) + done())
-    frame = Nldev(lambda: socket).links()
-    expected = [("rxe1", 1, "active", "h1"), ("rxe1", 2, "down", None)]
-    assert frame.equals(pl.DataFrame(expected, schema=LINKS, orient="row"))
-
-
 @pytest.mark.parametrize(
     "interrupted",
     [
@@ -155,7 +143,7 @@ def test_a_device_that_went_away_meanwhile_has_nothing() -> None:
 
 
 def test_a_machine_without_devices_has_empty_tables() -> None:
-    for listing in ("devices", "links", "queue_pairs"):
+    for listing in ("devices", "queue_pairs"):
         assert getattr(Nldev(lambda: ScriptedSocket(done())), listing)().is_empty()
 
 
