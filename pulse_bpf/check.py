@@ -104,8 +104,7 @@ def _pid_namespace(root: Path) -> Check:
 def _memlock() -> Check:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft // 1024} KiB"
-    advice = "" if soft == resource.RLIM_INFINITY else "Kernels before 5.11 need ulimit -l unlimited"
-    return Check("memlock", "ok", found, advice)
+    return Check("memlock", "ok", f"{found} (matters before Linux 5.11 only)")
 
 
 def _perf_event_paranoid(root: Path) -> Check:
@@ -173,7 +172,7 @@ def _try_targets() -> str:
 
     pids = find_nccl_processes()
     if not pids:
-        raise PulseError("none is running", "", "Start the job first, or name its processes with -p")
+        raise PulseError("none that can be read", "", "Start the job first, and run as root")
     return f"{len(pids)}: " + " ".join(str(pid) for pid in pids[:8]) + (" ..." if len(pids) > 8 else "")
 
 

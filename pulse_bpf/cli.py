@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from pulse_bpf import __version__
-from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, PulseError, UsageError
+from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, AttachError, HostError, PulseError, UsageError
+
+if TYPE_CHECKING:
+    from pulse_bpf.check import Check
 
 _EXAMPLES = """examples:
   pulse check                              can this host record?
@@ -33,8 +41,17 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
-    except BrokenPipeError:
-        return OK
+
+
+def _print(text: str) -> None:
+    """Writes data to stdout; a reader that has left is no error, HostError when it cannot be written."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Else the interpreter would try again, and complain, when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise HostError("cannot write the result", error.strerror or str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -57,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("-p", "--pid", type=int, action="append", help="a process to record (repeatable)")
     target.add_argument("--all", action="store_true", help="every process that maps an NCCL")
     target.add_argument("--hosts", type=Path, metavar="FILE", help="several lab hosts on this kernel (JSON)")
-    record.add_argument("-d", "--seconds", type=_positive, help="how long (default: until Ctrl-C)")
+    record.add_argument("-d", "--seconds", type=seconds, help="how long (default: until Ctrl-C)")
     record.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory")
     record.add_argument("--bin-us", type=int, default=1000, help="width of a traffic bin (default: 1000)")
     record.add_argument(
@@ -65,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="NIC=NETDEV[:switch]",
-        help="where the packets of an RDMA device are seen; ':switch' for the far end of its cable",
+        help="record only this RDMA device, seen at NETDEV (repeatable); ':switch' for the far end of its cable",
     )
     record.set_defaults(func=_record)
 
@@ -82,9 +99,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(text: str) -> float:
+def seconds(text: str) -> float:
+    """A length of time as an argument: a number above 0."""
     value = float(text)
-    if value <= 0:
+    if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError("must be more than 0")
     return value
 
@@ -94,16 +112,25 @@ def _check(arguments: argparse.Namespace) -> int:
 
     checks = check_host()
     if arguments.json:
-        print(json.dumps([asdict(check) for check in checks], indent=1))
+        _print(json.dumps([asdict(check) for check in checks], indent=1))
     else:
-        table = Table(box=None, pad_edge=False)
-        for column in ("check", "", "found", "what to do"):
-            table.add_column(column)
-        styles = {"ok": "green", "warn": "yellow", "fail": "red"}
-        for check in checks:
-            table.add_row(check.name, f"[{styles[check.state]}]{check.state}", check.found, check.advice)
-        Console().print(table)
+        _print(_check_table(checks))
     return HOST if any(check.state == "fail" for check in checks) else OK
+
+
+def _check_table(checks: Sequence[Check]) -> str:
+    table = Table(box=None, pad_edge=False)
+    for column in ("check", "", "found", "what to do"):
+        table.add_column(column, overflow="fold")
+    styles = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for check in checks:
+        state = Text(check.state, styles[check.state])
+        table.add_row(check.name, state, Text(check.found), Text(check.advice))
+    # A pipe has no width of its own.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
 
 
 def _record(arguments: argparse.Namespace) -> int:
@@ -112,6 +139,8 @@ def _record(arguments: argparse.Namespace) -> int:
     if not 10 <= arguments.bin_us <= 10_000:
         raise UsageError("--bin-us must be from 10 to 10000")
     if arguments.hosts:
+        if arguments.tap:
+            raise UsageError("--tap does not go with --hosts", "the file names the taps")
         hosts = read_hosts(arguments.hosts)
     else:
         hosts = [this_host(_pids(arguments), arguments.tap)]
@@ -119,8 +148,6 @@ def _record(arguments: argparse.Namespace) -> int:
     from pulse_bpf.session import record
 
     outcome = record(hosts, arguments.seconds, arguments.output, arguments.bin_us * 1000, _notices)
-    for warning in outcome.warnings:
-        _notices.print(f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     _notices.print(
         f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
         f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
@@ -132,26 +159,28 @@ def _record(arguments: argparse.Namespace) -> int:
 
 def _pids(arguments: argparse.Namespace) -> tuple[int, ...]:
     if not arguments.all:
-        for pid in arguments.pid:
-            if not Path(f"/proc/{pid}").exists():
-                raise UsageError(f"there is no process {pid}", "", "See which run NCCL with: pulse check")
-        return tuple(arguments.pid)
+        return tuple(dict.fromkeys(arguments.pid))
     from pulse_bpf.targets import find_nccl_processes
 
     pids = tuple(find_nccl_processes())
     if not pids:
-        raise UsageError("no process that can be read maps an NCCL", "", "Run as root, with the job running")
+        raise AttachError("no process that can be read maps an NCCL", "", "Run as root, with the job running")
     return pids
 
 
 def _analyze(arguments: argparse.Namespace) -> int:
+    from polars.exceptions import PolarsError
+
     from pulse_bpf import analysis
     from pulse_bpf.analysis.text import render
 
     findings = analysis.analyze(arguments.recordings)
+    _print(findings.to_json() if arguments.json else render(findings))
     if arguments.operators:
-        analysis.operators(arguments.recordings).write_parquet(arguments.operators)
-    print(findings.to_json() if arguments.json else render(findings))
+        try:
+            analysis.operators(arguments.recordings).write_parquet(arguments.operators)
+        except (OSError, PolarsError) as error:
+            raise HostError(f"cannot write {arguments.operators}", str(error).splitlines()[0]) from error
     if arguments.exit_code and findings.verdict == "anomaly":
         return ANOMALY
     return PARTIAL if findings.coverage["damaged_parts"] else OK

@@ -36,10 +36,10 @@ class Anchor:
         return pl.DataFrame(values, schema=CLOCKS)
 
 
-def anchor(tries: int = 5) -> Anchor:
+def anchor() -> Anchor:
     """The tightest of a few bracketed readings of both clocks."""
     readings = []
-    for _ in range(tries):
+    for _ in range(5):
         before_ns = time.monotonic_ns()
         wall_ns = time.time_ns()
         after_ns = time.monotonic_ns()

@@ -44,6 +44,12 @@ class AttachError(PulseError):
     exit_status = NO_DATA
 
 
+class NotPermittedError(AttachError):
+    """A process may not be looked at: it is not the process that lacks something."""
+
+    exit_status = HOST
+
+
 class DataError(PulseError):
     """A recording, a part of one, or an input file is unusable."""
 

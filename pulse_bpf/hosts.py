@@ -40,7 +40,7 @@ def this_host(pids: tuple[int, ...], taps: list[str]) -> Host:
 def read_hosts(path: Path) -> list[Host]:
     """The hosts listed in the JSON file `path`: [{"node", "pids", "devices": [{"nic", "netdev", "side"}]}].
 
-    UsageError names the entry that is wrong.
+    Without "devices" a host has all that this kernel has. UsageError names the entry that is wrong.
     """
     try:
         entries = json.loads(path.read_text())
@@ -52,18 +52,34 @@ def read_hosts(path: Path) -> list[Host]:
     names = [host.node for host in hosts]
     if len(set(names)) != len(names):
         raise UsageError(f"the hosts file {path} names a node twice")
+    pids = [pid for host in hosts for pid in host.pids]
+    if len(set(pids)) != len(pids):
+        raise UsageError(f"the hosts file {path} names a process twice")
     return hosts
 
 
 def _parse_host(path: Path, index: int, entry: Any) -> Host:
     try:
-        devices = tuple(
-            Device(str(item["nic"]), item.get("netdev"), _side(item.get("side", "device")))
-            for item in entry.get("devices", [])
-        )
-        return Host(str(entry["node"]), tuple(int(pid) for pid in entry.get("pids", [])), devices)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"entry {index} of the hosts file {path} is not a host", repr(error)) from error
+        node, pids, devices = entry["node"], entry["pids"], entry.get("devices")
+        if not (isinstance(node, str) and node and node.isprintable()):
+            raise ValueError(f"node {node!r} is no host name")
+        if not (isinstance(pids, list) and pids and all(type(pid) is int for pid in pids)):
+            raise ValueError(f"pids {pids!r} is no list of process ids")
+        return Host(node, tuple(pids), None if devices is None else tuple(map(_parse_device, devices)))
+    except KeyError as error:
+        why = f"{error} is missing"
+    except ValueError as error:
+        why = str(error)
+    except (TypeError, AttributeError):
+        why = "it is not an object with node, pids and devices"
+    raise UsageError(f"entry {index} of the hosts file {path} is not a host", why)
+
+
+def _parse_device(item: Any) -> Device:
+    nic, netdev = item["nic"], item.get("netdev")
+    if not isinstance(nic, str) or not isinstance(netdev, (str, type(None))):
+        raise ValueError(f"device {item!r} needs a nic and a netdev by name")
+    return Device(nic, netdev, _side(item.get("side", "device")))
 
 
 def _parse_tap(text: str) -> Device:

@@ -6,9 +6,9 @@ import ctypes
 import os
 
 # capability.h: what is still needed while recording: writing into a directory of any owner, taking the tc filters
-# off again, reading BPF maps.
-_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_BPF = 1, 12, 39
-KEPT = (_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_BPF)
+# off again, seeing whether other users' processes still run where /proc hides them, reading BPF maps.
+_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_BPF = 1, 12, 19, 39
+KEPT = (_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_BPF)
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
@@ -26,9 +26,10 @@ class _Data(ctypes.Structure):
 
 
 def drop() -> None:
-    """Keeps of this thread's capabilities only KEPT, for good; what is open stays open.
+    """Keeps of this thread's capabilities only KEPT; what is open stays open.
 
-    Source: capset(2), version 3. OSError when the kernel refuses.
+    Threads that libraries have started before keep theirs: capset(2), version 3, reaches no other thread. OSError when
+    the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     header = _Header(_LINUX_CAPABILITY_VERSION_3, 0)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pulse_bpf import clock, privileges
 from pulse_bpf.attach import ProbeSet, Program
-from pulse_bpf.errors import OK, PARTIAL, AttachError, HostError, PulseError
+from pulse_bpf.errors import OK, PARTIAL, AttachError, HostError, PulseError, UsageError
 from pulse_bpf.hosts import Device, Host
 from pulse_bpf.nic import Tables, Tap
 from pulse_bpf.nic.identity import read_nics
@@ -92,7 +92,9 @@ class Recording:
         """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all are gone."""
         started = rotated = time.monotonic()
         self._store([])
-        console.print(f"attached to {len(self._pids)} processes; Ctrl-C ends the recording", highlight=False)
+        console.print(f"processes attached: {len(self._pids)}; Ctrl-C ends the recording", highlight=False)
+        for warning in self.outcome.warnings:
+            _warn(console, warning)
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
@@ -107,6 +109,7 @@ class Recording:
                 status.update(self._progress(rotated - started))
                 if self._probes.state()["processes"]["gone_ns"].null_count() == 0:
                     self.outcome.warnings.append("every recorded process ended, and the recording with them")
+                    _warn(console, self.outcome.warnings[-1])
                     break
         self.outcome.seconds = time.monotonic() - started
         self._observe_queue_pairs()
@@ -134,6 +137,11 @@ class Recording:
         for host in hosts:
             wanted = None if host.devices is None else {device.nic: device for device in host.devices}
             rows = read_nics(host.node, devices=None if wanted is None else list(wanted))
+            absent = sorted(set(wanted or ()) - set(rows["nic"]))
+            if absent:
+                raise UsageError(
+                    f"{host.node} has no RDMA device {absent[0]}", "", "See with: rdma link show"
+                )
             frames.append(rows)
             for row in rows.iter_rows(named=True):
                 device = wanted[row["nic"]] if wanted else Device(row["nic"])
@@ -209,6 +217,10 @@ class Recording:
             f"{elapsed_s:.0f} s  {rows.get('ops', 0)} operators  {rows.get('samples', 0)} samples  "
             f"{self.outcome.lost} lost"
         )
+
+
+def _warn(console: Console, text: str) -> None:
+    console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _node_rows(nodes: Sequence[str]) -> pl.DataFrame:

@@ -36,13 +36,8 @@ class RecordingWriter:
         self._parts: dict[str, int] = {}
         self._current: dict[str, pl.DataFrame] = {}
         with _explained(root):
-            occupied = root.exists() and (not root.is_dir() or any(root.iterdir()))
-        if occupied:
-            raise UsageError(
-                f"{root} is not empty",
-                "a recording is never written over something else",
-                "Choose a new directory with -o, or remove this one first",
-            )
+            if root.exists():
+                _check_unused(root)
 
     def append(self, table: str, frame: pl.DataFrame) -> None:
         """One more part of a growing table; an empty frame makes no part."""
@@ -114,6 +109,19 @@ class RecordingWriter:
                 raise
             temporary.rename(path)
             _fsync(path.parent)
+
+
+def _check_unused(root: Path) -> None:
+    """UsageError unless `root` is an empty directory of ours: in another's, names could lead elsewhere."""
+    if not root.is_dir():
+        why = "is not a directory"
+    elif any(root.iterdir()):
+        why = "is not empty, and a recording is never written over something else"
+    elif root.stat().st_uid != os.geteuid():
+        why = "belongs to another user"
+    else:
+        return
+    raise UsageError(f"{root} {why}", "", "Choose a new directory with -o")
 
 
 def _fsync(path: Path) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pulse_bpf.elf import Elf
-from pulse_bpf.errors import AttachError, HostError, PulseError
+from pulse_bpf.errors import AttachError, NotPermittedError
 
 PROC = Path("/proc")
 # What makes a file an NCCL, whatever it is called.
@@ -128,7 +128,7 @@ def find_nccl_processes(proc: Path = PROC) -> list[int]:
     for pid in sorted(_pids(proc)):
         try:
             files = mapped_files(pid, proc)
-        except PulseError:
+        except AttachError:
             continue
         for file in files:
             if file.identity not in is_nccl:
@@ -164,15 +164,17 @@ def _stat_after_name(directory: Path) -> list[str]:
 def _read_link(path: Path) -> str:
     try:
         return os.readlink(path)
-    except PermissionError:
+    except OSError:  # not permitted, or a thread of the kernel, which has none
         return ""
 
 
-def _unreadable(pid: int, error: OSError) -> PulseError:
+def _unreadable(pid: int, error: OSError) -> AttachError:
     """Why nothing can be read of process `pid`: not allowed, ended, or something else."""
     what = f"process {pid} cannot be observed"
     if isinstance(error, PermissionError):
-        return HostError(what, "not permitted", "Run as root, or with CAP_SYS_PTRACE")
+        return NotPermittedError(
+            what, "not permitted", "It needs root with CAP_SYS_PTRACE, in the host's namespaces"
+        )
     if isinstance(error, (FileNotFoundError, ProcessLookupError)):
         return AttachError(what, "it has ended, or never was")
     return AttachError(what, error.strerror or str(error))

@@ -28,8 +28,15 @@ def test_a_hosts_file(tmp_path: Path) -> None:
         "[1]",
         '[{"pids": [1]}]',
         '[{"node": "a", "pids": ["x"]}]',
-        '[{"node": "a"}, {"node": "a"}]',
-        '[{"node": "a", "devices": [{"nic": "rxe1", "side": "left"}]}]',
+        '[{"node": "a", "pids": [1]}, {"node": "a", "pids": [2]}]',
+        '[{"node": "a", "pids": [1]}, {"node": "b", "pids": [1]}]',
+        '[{"node": "a", "pids": [1], "devices": [{"nic": "rxe1", "side": "left"}]}]',
+        '[{"node": "a", "pids": [1], "devices": [{"nic": "rxe1", "netdev": 5}]}]',
+        '[{"node": "a", "pids": [1], "devices": 7}]',
+        '[{"node": "a", "pids": "12"}]',
+        '[{"node": "a", "pids": []}]',
+        '[{"node": null, "pids": [1]}]',
+        '[{"node": "a\\nb", "pids": [1]}]',
     ],
 )
 def test_a_bad_hosts_file_is_named(tmp_path: Path, text: str) -> None:

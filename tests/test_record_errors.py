@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -57,12 +58,13 @@ def test_a_process_without_nccl(tmp_path: Path, sleeper: int) -> None:
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.bcc
 def test_a_dead_pid(tmp_path: Path) -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     result = _pulse("record", "-p", process.pid, "-d", 1, "-o", tmp_path / "r")
-    assert result.returncode == USAGE
-    assert f"there is no process {process.pid}" in _one_line(result)
+    assert result.returncode == NO_DATA
+    assert f"process {process.pid} cannot be observed: it has ended" in _one_line(result)
     assert not (tmp_path / "r").exists()
 
 
@@ -139,3 +141,40 @@ def test_a_bin_width_out_of_range(tmp_path: Path, bin_us: str, sleeper: int) -> 
     result = _pulse("record", "-p", sleeper, "--bin-us", bin_us, "-o", tmp_path / "r")
     assert result.returncode == USAGE
     assert "--bin-us" in result.stderr
+
+
+@pytest.mark.bcc
+def test_one_bad_pid_costs_only_itself(tmp_path: Path, caller: subprocess.Popen[str]) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    output = tmp_path / "r"
+    result = _pulse("record", "-p", caller.pid, "-p", gone.pid, "-p", caller.pid, "-d", 0.5, "-o", output)
+    assert result.returncode == PARTIAL
+    assert "processes attached: 1;" in result.stderr
+    assert f"warning: process {gone.pid} cannot be observed" in result.stderr
+    assert pl.read_parquet(output / "processes.parquet")["pid"].to_list() == [caller.pid]
+
+
+def test_a_directory_of_another_user_is_not_written_to(tmp_path: Path, sleeper: int) -> None:
+    output = tmp_path / "r"
+    output.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make a directory of another user")
+    os.chown(output, 12345, 12345)
+    result = _pulse("record", "-p", sleeper, "-d", 1, "-o", output)
+    assert result.returncode == USAGE
+    assert "belongs to another user" in _one_line(result)
+
+
+def test_a_length_that_is_no_number(tmp_path: Path, sleeper: int) -> None:
+    result = _pulse("record", "-p", sleeper, "-d", "nan", "-o", tmp_path / "r")
+    assert result.returncode == USAGE
+    assert "more than 0" in result.stderr
+
+
+@pytest.mark.bcc
+def test_a_device_that_is_not_there_is_named(tmp_path: Path, caller: subprocess.Popen[str]) -> None:
+    result = _pulse("record", "-p", caller.pid, "-d", 1, "--tap", "mlx5_9=eth9", "-o", tmp_path / "r")
+    assert result.returncode == USAGE
+    assert "no RDMA device mlx5_9" in _one_line(result)
+    assert not (tmp_path / "r").exists()

@@ -20,6 +20,9 @@ from pulse_bpf.errors import HostError
 from pulse_bpf.lab import CACHE
 
 _HERE = Path(__file__).parent
+_KERNEL_ARGUMENTS = (
+    "console=ttyS0 quiet panic=-1 softlockup_panic=1 mitigations=off tsc=reliable random.trust_cpu=on"
+)
 _BOOT_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
 # The package that depends on the current kernel: Debian's, then Ubuntu's.
 _META_PACKAGES = ("linux-image-amd64", "linux-image-generic")
@@ -111,7 +114,7 @@ def _machine() -> list[str]:
     return [
         *("-accel", accelerator, "-cpu", cpu, "-smp", "2", "-m", "3G", "-M", "q35"),
         *("-nodefaults", "-no-reboot", "-display", "none", "-serial", "stdio"),
-        *("-append", "console=ttyS0 quiet panic=-1 softlockup_panic=1 mitigations=off tsc=reliable random.trust_cpu=on"),
+        *("-append", _KERNEL_ARGUMENTS),
         *("-device", "virtio-rng-pci"),
     ]
 
