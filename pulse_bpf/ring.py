@@ -43,8 +43,10 @@ class Ring:
                 "itemsize": padded,
             }
         )
-        # Also a memory barrier between reading the producer's position and reading the records before it.
-        self._lock = threading.Lock()
+        # Nobody else takes it. That one step releases it and the next takes it again is the only memory barrier Python
+        # has: on arm64 a record might else be read from before its header said it was finished, or given back to the
+        # producer while it is still being read. x86 keeps these orders by itself.
+        self._barrier = threading.Lock()
 
     def read(self) -> NDArray[np.void]:
         """The records finished since the last call, in the order they were reserved; empty after close().
@@ -53,21 +55,24 @@ class Ring:
         """
         if not len(self._data):
             return np.empty(0, self._dtype)
-        start, end = int(self._consumer[0]), int(self._producer[0])
-        with self._lock:
-            count = (end - start) // self._record.itemsize
-            records = np.frombuffer(self._data.data, self._record, count, start % self._size_bytes)
+        with self._barrier:
+            start, end = int(self._consumer[0]), int(self._producer[0])
+        count = (end - start) // self._record.itemsize
+        records = np.frombuffer(self._data.data, self._record, count, start % self._size_bytes)
+        with self._barrier:
             headers = records["header"].copy()
-            busy = np.flatnonzero(headers & _BUSY)
-            if len(busy):
-                headers = headers[: busy[0]]
-            lengths = headers & _LENGTH_MASK
-            if len(lengths) and (lengths != self._dtype.itemsize).any():
-                raise ValueError(
-                    f"ring buffer holds records of {set(lengths.tolist())} bytes, not of {self._dtype}"
-                )
+        busy = np.flatnonzero(headers & _BUSY)
+        if len(busy):
+            headers = headers[: busy[0]]
+        lengths = headers & _LENGTH_MASK
+        if len(lengths) and (lengths != self._dtype.itemsize).any():
+            raise ValueError(
+                f"ring buffer holds records of {set(lengths.tolist())} bytes, not of {self._dtype}"
+            )
+        with self._barrier:
             events: NDArray[np.void] = records["event"][: len(headers)][(headers & _DISCARDED) == 0].copy()
-        self._consumer[0] = start + len(headers) * self._record.itemsize
+        with self._barrier:
+            self._consumer[0] = start + len(headers) * self._record.itemsize
         return events
 
     def close(self) -> None:
