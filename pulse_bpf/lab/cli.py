@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pulse_bpf.errors import HOST, OK, UsageError
-
-_NO_SOFT_ROCE = "this kernel has no soft-RoCE; only `pulse lab run` can help itself, with a virtual machine"
+from pulse_bpf.errors import OK, HostError, UsageError
 
 
 def add_commands(verbs: Any) -> None:
@@ -20,19 +19,19 @@ def add_commands(verbs: Any) -> None:
 
     up = commands.add_parser("up", help="make the hosts and start the job")
     up.add_argument("--hosts", type=_count, default=4, metavar="N")
-    up.set_defaults(func=_up)
+    up.set_defaults(func=_as_root(_up))
 
     fault = commands.add_parser("fault", help="break something, or mend it again")
     fault.add_argument("name", help="slow-nic, loss, slow-loop, cpu-hog, stop or kill")
     fault.add_argument("--host", type=int, required=True, metavar="I", help="from 1")
     fault.add_argument("--clear", action="store_true", help="take it back")
-    fault.set_defaults(func=_fault)
+    fault.set_defaults(func=_as_root(_fault))
 
     status = commands.add_parser("status", help="what is up, and how many steps the job has made")
     status.set_defaults(func=_status)
 
     down = commands.add_parser("down", help="end the job and remove the hosts")
-    down.set_defaults(func=_down)
+    down.set_defaults(func=_as_root(_down))
 
     run = commands.add_parser("run", help="the whole cycle, in a virtual machine where it must be")
     run.add_argument("scenarios", nargs="+", metavar="SCENARIO", help="healthy or the name of a fault")
@@ -45,6 +44,22 @@ def add_commands(verbs: Any) -> None:
     run.set_defaults(func=_run)
 
 
+def _as_root(verb: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """`verb` with a HostError in place of the kernel's refusal to let an ordinary user do it."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        from pyroute2.netlink.exceptions import NetlinkError
+
+        try:
+            return verb(arguments)
+        except (PermissionError, NetlinkError) as error:
+            if isinstance(error, NetlinkError) and error.code != errno.EPERM:
+                raise
+            raise HostError("the lab needs root", str(error), "Run it again with sudo") from error
+
+    return run
+
+
 def _count(text: str) -> int:
     if not 2 <= int(text) <= 16:
         raise argparse.ArgumentTypeError("from 2 to 16")
@@ -55,8 +70,11 @@ def _up(arguments: argparse.Namespace) -> int:
     from pulse_bpf.lab import job, network
 
     if not network.has_soft_roce():
-        print(_NO_SOFT_ROCE, file=sys.stderr)
-        return HOST
+        raise HostError(
+            "this kernel has no soft-RoCE",
+            "",
+            "Use `pulse lab run`, which brings a virtual machine for that",
+        )
     job.up(arguments.hosts)
     print(f"{arguments.hosts} hosts are up; record them with: pulse record --hosts {job.HOSTS_FILE} -o DIR")
     return OK
