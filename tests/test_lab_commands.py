@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pulse_bpf.errors import USAGE
+from pulse_bpf.cli import main
+from pulse_bpf.errors import HOST, USAGE, UsageError
 from pulse_bpf.hosts import Device, Host, read_hosts
-from pulse_bpf.lab import job
+from pulse_bpf.lab import job, network
 from pulse_bpf.lab.faults import FAULTS
 from pulse_bpf.lab.scenario import SCENARIOS, Plan
 
@@ -78,3 +80,89 @@ def test_a_fault_tells_the_truth_in_the_words_of_the_findings(name: str) -> None
     assert truth["kind"] in ("nic-slow", "lossy-link", "gpu-slow", "host-cpu", "hang", "crash")
     assert ("nic" in truth) == (truth["scope"] == "nic")
     assert isinstance(truth["start_ns"], int)
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[job.Lab]:
+    """A lab of two hosts whose state is in `tmp_path`: host 1's worker lives, that of host 2 has ended."""
+    monkeypatch.setattr(job, "_STATE_FILE", tmp_path / "lab.json")
+    monkeypatch.setattr(job, "JOB", tmp_path)
+    monkeypatch.setattr(job, "_CGROUP", tmp_path / "cgroup")
+    (tmp_path / "cgroup").mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    living = subprocess.Popen(["sleep", "300"])
+    yield job.Lab(2, {}, [living.pid, ended.pid])
+    living.kill()
+    living.wait()
+
+
+def test_without_root_the_lab_says_so_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_hosts: int) -> None:
+        raise PermissionError(13, "Permission denied", "/run/pulse-lab")
+
+    monkeypatch.setattr(network, "has_soft_roce", lambda: True)
+    monkeypatch.setattr(job, "up", refuse)
+    assert main(["lab", "up"]) == HOST
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "needs root" in line
+    assert "/run/pulse-lab" in line
+
+
+def test_a_kernel_without_soft_roce_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(network, "has_soft_roce", lambda: False)
+    assert main(["lab", "up"]) == HOST
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no soft-RoCE" in line
+    assert "pulse lab run" in line
+
+
+@pytest.mark.parametrize("name", ["stop", "kill", "cpu-hog"])
+def test_a_worker_that_has_ended_takes_no_fault(lab: job.Lab, name: str) -> None:
+    with pytest.raises(UsageError, match="the worker of host 2 has ended"):
+        FAULTS[name].inject(lab, 2)
+    assert lab.hogs == {}
+
+
+def test_a_worker_that_has_ended_cannot_be_resumed(lab: job.Lab) -> None:
+    with pytest.raises(UsageError, match="the worker of host 2 has ended"):
+        FAULTS["stop"].clear(lab, 2)
+    with pytest.raises(UsageError, match="stays dead"):
+        FAULTS["kill"].clear(lab, 2)
+
+
+def test_there_is_one_hog_or_none_to_a_host(lab: job.Lab) -> None:
+    with pytest.raises(UsageError, match="there is no hog on host 1"):
+        FAULTS["cpu-hog"].clear(lab, 1)
+    lab.hogs[1] = 4711
+    with pytest.raises(UsageError, match="a hog on host 1 already"):
+        FAULTS["cpu-hog"].inject(lab, 1)
+    assert lab.hogs == {1: 4711}
+
+
+def test_the_end_of_the_job_ends_a_hog_and_its_control_group(lab: job.Lab) -> None:
+    hog = subprocess.Popen(["sleep", "300"])
+    lab.hogs[1] = hog.pid
+    job.hog_group(1).mkdir()
+    job.stop(lab)
+    assert not job.runs(hog.pid)
+    assert not job.hog_group(1).exists()
+    assert (lab.pids, lab.hogs) == ([], {})
+
+
+def test_slow_loops_come_and_go_host_by_host(lab: job.Lab, tmp_path: Path) -> None:
+    def slowed() -> set[str]:
+        extra_ms = json.loads((tmp_path / "control.json").read_text())["extra_compute_ms"]
+        return {rank for rank, extra in extra_ms.items() if extra}
+
+    (tmp_path / "control.json").write_text(json.dumps({"compute_ms": 1.0}))
+    FAULTS["slow-loop"].inject(lab, 1)
+    FAULTS["slow-loop"].inject(lab, 2)
+    assert slowed() == {"0", "1"}
+    FAULTS["slow-loop"].clear(lab, 1)
+    assert slowed() == {"1"}
+    assert json.loads((tmp_path / "control.json").read_text())["compute_ms"] == 1.0

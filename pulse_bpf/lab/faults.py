@@ -11,16 +11,15 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from pulse_bpf.errors import UsageError
 from pulse_bpf.lab import job, network
-from pulse_bpf.lab.job import JOB, Lab
+from pulse_bpf.lab.job import Lab
 
 SLOWER = 4
 # Soft-RoCE sends some 50 packets again for each one lost: this much makes the job two to three times slower.
 LOSS_PERCENT = 0.5
 EXTRA_COMPUTE_MS = 200
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -60,60 +59,81 @@ def _unlose(lab: Lab, host: int) -> None:
     _unlimit(lab, host)
 
 
+def _worker(lab: Lab, host: int) -> int:
+    """The process of the worker of `host`; UsageError when it has ended."""
+    pid = lab.pids[host - 1]
+    if not job.runs(pid):
+        raise UsageError(f"the worker of host {host} has ended", "", "Start a new job: pulse lab up")
+    return pid
+
+
 def _pause(lab: Lab, host: int) -> None:
-    os.kill(lab.pids[host - 1], signal.SIGSTOP)
+    os.kill(_worker(lab, host), signal.SIGSTOP)
 
 
 def _resume(lab: Lab, host: int) -> None:
-    os.kill(lab.pids[host - 1], signal.SIGCONT)
+    os.kill(_worker(lab, host), signal.SIGCONT)
 
 
 def _kill(lab: Lab, host: int) -> None:
-    os.kill(lab.pids[host - 1], signal.SIGKILL)
+    os.kill(_worker(lab, host), signal.SIGKILL)
 
 
 def _cannot_clear(_lab: Lab, _host: int) -> None:
-    print("a killed worker stays dead; start a new job: pulse lab up", file=sys.stderr)
+    raise UsageError("a killed worker stays dead", "", "Start a new job: pulse lab up")
 
 
 def _hog(lab: Lab, host: int) -> None:
     """Lets the worker share a tenth of a CPU with a process that spins, as on a host with no CPU to spare."""
+    worker = _worker(lab, host)
+    if host in lab.hogs:
+        raise UsageError(
+            f"there is a hog on host {host} already",
+            "",
+            f"End it: pulse lab fault cpu-hog --host {host} --clear",
+        )
     spin = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
     lab.hogs[host] = spin.pid
     lab.save()
-    (_CGROUP / "cgroup.subtree_control").write_text("+cpu")
-    group = _CGROUP / f"pulse-lab-{job.node_name(host)}"
+    group = job.hog_group(host)
+    (group.parent / "cgroup.subtree_control").write_text("+cpu")
     group.mkdir(exist_ok=True)
     (group / "cpu.max").write_text("5000 50000")
-    for pid in (spin.pid, lab.pids[host - 1]):
+    for pid in (spin.pid, worker):
         (group / "cgroup.procs").write_text(str(pid))
 
 
 def _unhog(lab: Lab, host: int) -> None:
-    group = _CGROUP / f"pulse-lab-{job.node_name(host)}"
+    if host not in lab.hogs:
+        raise UsageError(f"there is no hog on host {host}")
     spin = lab.hogs.pop(host)
     lab.save()
-    os.kill(spin, signal.SIGKILL)
-    for pid in (spin, lab.pids[host - 1]):
-        with suppress(OSError):
-            (_CGROUP / "cgroup.procs").write_text(str(pid))
+    with suppress(ProcessLookupError):
+        os.kill(spin, signal.SIGKILL)
+    # Fails for a worker that has ended, which then holds nothing up.
+    with suppress(ProcessLookupError):
+        (job.hog_group(host).parent / "cgroup.procs").write_text(str(lab.pids[host - 1]))
     with suppress(ChildProcessError):
         os.waitpid(spin, 0)
-    group.rmdir()
+    job.remove_hog_group(host)
 
 
-def _control(extra_compute_ms: dict[str, int]) -> None:
-    temporary = JOB / "control.tmp"
-    temporary.write_text(json.dumps({"extra_compute_ms": extra_compute_ms}))
-    temporary.rename(JOB / "control.json")
+def _compute_more(host: int, extra_ms: int) -> None:
+    """Has the worker of `host` compute so much longer in each step; the other workers keep what they have."""
+    file = job.JOB / "control.json"
+    control = json.loads(file.read_text()) if file.exists() else {}
+    control.setdefault("extra_compute_ms", {})[str(host - 1)] = extra_ms
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(control))
+    temporary.rename(file)
 
 
 def _slow_loop(_lab: Lab, host: int) -> None:
-    _control({str(host - 1): EXTRA_COMPUTE_MS})
+    _compute_more(host, EXTRA_COMPUTE_MS)
 
 
-def _normal_loop(_lab: Lab, _host: int) -> None:
-    _control({})
+def _normal_loop(_lab: Lab, host: int) -> None:
+    _compute_more(host, 0)
 
 
 FAULTS = {

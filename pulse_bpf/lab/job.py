@@ -21,7 +21,9 @@ STATE = Path("/run/pulse-lab")
 JOB = STATE / "job"
 HOSTS_FILE = STATE / "hosts.json"
 _STATE_FILE = STATE / "lab.json"
+_CGROUP = Path("/sys/fs/cgroup")
 _START_S = 120.0
+_END_S = 10.0
 # All of the job runs on one of these, since soft-RoCE sends many packets twice when it runs on several; what is not
 # of the job keeps to the others.
 _CPUS = os.sched_getaffinity(0)
@@ -114,7 +116,7 @@ def wait_for_steps(lab: Lab, count: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while any(step < wanted for step, wanted in zip(steps(lab), target, strict=True)):
         for rank, pid in enumerate(lab.pids):
-            if not _runs(pid):
+            if not runs(pid):
                 said = (JOB / f"rank-{rank}.log").read_text().strip()[-500:]
                 raise HostError(f"worker {rank} of the lab's job ended", said)
         if time.monotonic() > deadline:
@@ -124,18 +126,37 @@ def wait_for_steps(lab: Lab, count: int, timeout_s: float) -> None:
 
 def stop(lab: Lab) -> None:
     """Ends the workers and everything that faults started."""
-    for pid in [*lab.pids, *lab.hogs.values()]:
+    processes = [*lab.pids, *lab.hogs.values()]
+    for pid in processes:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    for pid in lab.pids:
+    deadline = time.monotonic() + _END_S
+    for pid in processes:
         with suppress(ChildProcessError):
             os.waitpid(pid, 0)
-        while _runs(pid) and time.monotonic() < deadline:
+        while runs(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
+    for host in lab.hogs:
+        remove_hog_group(host)
     lab.pids.clear()
     lab.hogs.clear()
     lab.save()
+
+
+def hog_group(host: int) -> Path:
+    """The control group that the worker of `host` shares with a CPU hog."""
+    return _CGROUP / f"pulse-lab-{node_name(host)}"
+
+
+def remove_hog_group(host: int) -> None:
+    """Removes the control group of a hog whose processes were ended or moved: the kernel may take a moment for that."""
+    group = hog_group(host)
+    deadline = time.monotonic() + _END_S
+    while group.exists() and time.monotonic() < deadline:
+        with suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.02)
 
 
 def down() -> None:
@@ -154,7 +175,8 @@ def _step(rank: int) -> int:
         return 0
 
 
-def _runs(pid: int) -> bool:
+def runs(pid: int) -> bool:
+    """Whether process `pid` is there and not only waiting to be reaped."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
