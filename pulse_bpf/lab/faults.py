@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from pulse_bpf.errors import UsageError
+from pulse_bpf.errors import HostError, UsageError
 from pulse_bpf.lab import job, network
 from pulse_bpf.lab.job import Lab
 
@@ -86,6 +86,8 @@ def _cannot_clear(_lab: Lab, _host: int) -> None:
 def _hog(lab: Lab, host: int) -> None:
     """Lets the worker share a tenth of a CPU with a process that spins, as on a host with no CPU to spare."""
     worker = _worker(lab, host)
+    if not (job.hog_group(host).parent / "cgroup.controllers").exists():
+        raise HostError("a CPU hog needs control groups of version 2", "they are not at /sys/fs/cgroup")
     if host in lab.hogs:
         raise UsageError(
             f"there is a hog on host {host} already",
