@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pulse_bpf.cli import main
-from pulse_bpf.errors import HOST, USAGE, UsageError
+from pulse_bpf.errors import HOST, USAGE, HostError, UsageError
 from pulse_bpf.hosts import Device, Host, read_hosts
 from pulse_bpf.lab import job, network
 from pulse_bpf.lab.faults import FAULTS
@@ -142,6 +142,12 @@ def test_there_is_one_hog_or_none_to_a_host(lab: job.Lab) -> None:
     with pytest.raises(UsageError, match="a hog on host 1 already"):
         FAULTS["cpu-hog"].inject(lab, 1)
     assert lab.hogs == {1: 4711}
+
+
+def test_a_host_without_control_groups_gets_no_hog(lab: job.Lab) -> None:
+    with pytest.raises(HostError, match="control groups of version 2"):
+        FAULTS["cpu-hog"].inject(lab, 1)
+    assert lab.hogs == {}
 
 
 def test_the_end_of_the_job_ends_a_hog_and_its_control_group(lab: job.Lab) -> None:

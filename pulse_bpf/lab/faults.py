@@ -86,14 +86,14 @@ def _cannot_clear(_lab: Lab, _host: int) -> None:
 def _hog(lab: Lab, host: int) -> None:
     """Lets the worker share a tenth of a CPU with a process that spins, as on a host with no CPU to spare."""
     worker = _worker(lab, host)
-    if not (job.hog_group(host).parent / "cgroup.controllers").exists():
-        raise HostError("a CPU hog needs control groups of version 2", "they are not at /sys/fs/cgroup")
     if host in lab.hogs:
         raise UsageError(
             f"there is a hog on host {host} already",
             "",
             f"End it: pulse lab fault cpu-hog --host {host} --clear",
         )
+    if not (job.hog_group(host).parent / "cgroup.controllers").exists():
+        raise HostError("a CPU hog needs control groups of version 2", "they are not at /sys/fs/cgroup")
     spin = subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True)
     lab.hogs[host] = spin.pid
     lab.save()
