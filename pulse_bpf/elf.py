@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,13 @@ _SHN_UNDEF = 0
 _PF_X = 1
 # Set in .gnu.version of a version that a plain reference does not bind to: name@V1 beside name@@V2.
 _VERSYM_HIDDEN = 0x8000
+# How many bytes of a name are compared at once, as one integer.
+_HEAD_BYTES = 8
+# A function of C++ outside namespaces, as the Itanium C++ ABI writes it: length, name, argument types. What follows a
+# dot is a part or an altered copy that the compiler split off.
+_CPP = re.compile(rb"_ZL?(\d+)([A-Za-z_][^.]*)")
+# What is read of a function that states no size: endbr64 and the longest instruction fit.
+_UNSIZED_BYTES = 32
 
 _DAMAGED = (
     ELFError,
@@ -96,20 +104,30 @@ class Elf:
     def functions(self, names: Iterable[str]) -> dict[str, Function]:
         """Those of `names` that the file defines as functions in executable segments.
 
-        Of several versions of a name the default one (name@@VERSION) is taken. .symtab is read only when
-        .dynsym defines none of the names, as in a program that NCCL is linked into statically.
+        Of several versions of a name the default one (name@@VERSION) is taken. What .dynsym does not define is looked
+        up in .symtab, where a file that is not stripped has what it does not export, as when NCCL is linked into it.
+        A name of several different functions is left out.
         """
-        wanted = list(names)
+        wanted = {name.encode(): name for name in names}
         with _untrusted(self.path):
-            for table in (".dynsym", ".symtab"):
-                found = self._functions_of(table, wanted)
-                if found:
-                    return found
-        return {}
+            found = self._functions_of(".dynsym", wanted, wanted)
+            missing = {symbol: name for symbol, name in wanted.items() if name not in found}
+            return found | self._functions_of(".symtab", missing, missing)
+
+    def cpp_functions(self, names: Iterable[str]) -> dict[str, Function]:
+        """Those of `names` that the file has as C++ functions outside namespaces, whatever their arguments.
+
+        They need not be exported, but without .symtab none are found. What the compiler left of a function that it
+        inlined or split is not taken for it. A name of several different functions is left out.
+        """
+        wanted = {f"{len(name)}{name}".encode(): name for name in names}
+        heads = [prefix + name for prefix in (b"_Z", b"_ZL") for name in wanted]
+        with _untrusted(self.path):
+            return self._functions_of(".symtab", wanted, heads)
 
     def code(self, function: Function) -> bytes:
-        """The instructions of `function` as they are in the file."""
-        return self._read(function.offset, function.size)
+        """The instructions of `function` as they are in the file; its first ones when it states no size."""
+        return self._read(function.offset, function.size or _UNSIZED_BYTES)
 
     def section(self, name: str) -> bytes:
         """The content of section `name`, empty when there is none."""
@@ -119,31 +137,37 @@ class Elf:
                 return b""
             return self._read(section["sh_offset"], section["sh_size"])
 
-    def _functions_of(self, table: str, names: list[str]) -> dict[str, Function]:
+    def _functions_of(
+        self, table: str, wanted: Mapping[bytes, str], heads: Iterable[bytes]
+    ) -> dict[str, Function]:
+        """The functions of `table` whose symbol, or whose name in a C++ symbol, is a key of `wanted`, by its value.
+
+        Each of these symbols begins with one of `heads`. Names are compared as integers, all symbols at once: a
+        library may have a million.
+        """
         section = self._elf.get_section_by_name(table)
-        if section is None or section["sh_type"] == "SHT_NOBITS":
+        if section is None or section["sh_type"] == "SHT_NOBITS" or not wanted:
             return {}
         strings = self._elf.get_section(section["sh_link"])
         text = self._read(strings["sh_offset"], strings["sh_size"])
-        # Linkers share tails: "ncclSend" may be the end of the string "pncclSend".
-        at = {name: indices for name in names if len(indices := _ends(text, name.encode()))}
-        if not at:
-            return {}
         raw = self._read(section["sh_offset"], section["sh_size"])
         symbols = np.frombuffer(raw[: len(raw) // _SYMBOL.itemsize * _SYMBOL.itemsize], _SYMBOL)
         usable = ((symbols["info"] & 0xF) == _STT_FUNC) & (symbols["shndx"] != _SHN_UNDEF)
         if table == ".dynsym":
             usable &= self._default_versions(len(symbols))
-        symbols = symbols[usable]
+        symbols = symbols[usable & (symbols["name"] < len(text))]
+        sizes: dict[str, dict[int, int]] = {}
+        for symbol in symbols[_begin_with(text, symbols["name"], list(heads))]:
+            label = text[symbol["name"] : text.find(b"\0", symbol["name"])]
+            name = wanted.get(label) or wanted.get(_cpp_name(label))
+            if name:
+                at = sizes.setdefault(name, {})
+                at[int(symbol["value"])] = max(int(symbol["size"]), at.get(int(symbol["value"]), 0))
         found = {}
-        for name, indices in at.items():
-            matches = symbols[np.isin(symbols["name"], indices)]
-            places = {(int(symbol["value"]), int(symbol["size"])) for symbol in matches}
-            if len(places) != 1:
-                continue
-            vaddr, size = places.pop()
+        for name, places in sizes.items():
+            ((vaddr, size), *others) = places.items()
             offset = self._file_offset(vaddr)
-            if offset is not None:
+            if offset is not None and not others:
                 found[name] = Function(name, vaddr, offset, size)
         return found
 
@@ -181,11 +205,19 @@ def _untrusted(path: Path) -> Iterator[None]:
         raise AttachError(f"{path} is damaged", f"{type(error).__name__}: {error}") from error
 
 
-def _ends(text: bytes, name: bytes) -> NDArray[Any]:
-    """Every index of `text` at which the string `name`, terminated by a zero, begins."""
-    found = []
-    index = text.find(name + b"\0")
-    while index >= 0:
-        found.append(index)
-        index = text.find(name + b"\0", index + 1)
-    return np.array(found, np.uint32)
+def _begin_with(text: bytes, starts: NDArray[np.uint32], heads: list[bytes]) -> NDArray[np.bool_]:
+    """Which of the strings of `text` that begin at `starts` may begin with one of `heads`."""
+    length = min(_HEAD_BYTES, *(len(head) for head in heads))
+    padded = np.frombuffer(text + bytes(length), np.uint8)
+    found = np.zeros((len(starts), _HEAD_BYTES), np.uint8)
+    for place in range(length):
+        found[:, place] = padded[starts.astype(np.int64) + place]
+    sought = {head[:length].ljust(_HEAD_BYTES, b"\0") for head in heads}
+    matches: NDArray[np.bool_] = np.isin(found.view("<u8")[:, 0], np.frombuffer(b"".join(sought), "<u8"))
+    return matches
+
+
+def _cpp_name(label: bytes) -> bytes:
+    """The length and name in a C++ symbol, empty when it is none or only a part of a function."""
+    parts = _CPP.fullmatch(label)
+    return parts[1] + parts[2][: int(parts[1])] if parts else b""
