@@ -1,0 +1,133 @@
+"""Where each release of NCCL keeps what no export of it tells: known per release, used only where it is proven.
+
+The numbers are what the C++ compiler gives for the headers of each release (offsetof and sizeof on x86-64, with the
+headers of CUDA 11.8, 12.4, 12.9 and 13, which agree wherever they compile). Those of 2.32.3, whose source is not
+public, are read from its code, at the places where 2.30.4 uses the same fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# struct ncclProxyOp (proxy.h): what is read of it for one operator's work on one channel. All lies within its first
+# 96 bytes; up to 2.19 it has 64. `nbytes` is the size of a network message, not of the operator. chunk_bytes is the
+# lower half of a size_t since 2.24, channel the lowest byte of an int up to 2.19: their values fit.
+PROXY_OP_BYTES = 96
+_NUMBERS = {"nbytes": "<i8", "op_count": "<u8", "root": "<i4", "nsteps": "<i4", "chunk_bytes": "<u4"}
+_CODES = ("channel", "dtype", "redop", "pattern", "protocol", "coll")
+_PROXY_OP = _NUMBERS | dict.fromkeys(_CODES, "u1")
+# Offsets in that order; the first form has no `coll`.
+_PROXY_OP_FORMS = (
+    (16, 32, 24, 12, 48, 8, 52, 53, 54, 55),
+    (16, 24, 32, 40, 44, 50, 51, 52, 54, 55, 53),
+    (8, 16, 24, 32, 36, 42, 43, 44, 46, 47, 45),
+    (8, 16, 24, 32, 40, 82, 83, 84, 86, 87, 85),
+    (8, 16, 24, 32, 40, 82, 83, 84, 87, 88, 85),
+)
+# enum ncclPattern_t (proxy.h): the algorithm that each `pattern` belongs to. PAT came ahead of peer to peer; numbers
+# beyond these move no data.
+_COLLECTIVE = (*("Ring",) * 4, *("Tree",) * 3, "CollNetChain", "CollNetDirect", "NVLS", "NVLSTree")
+_ALGORITHMS = ((*_COLLECTIVE, "P2P", "P2P"), (*_COLLECTIVE, "PAT", "PAT", "P2P", "P2P"))
+# NCCL_PROTO_ (nccl_common.h): `protocol`, in every release.
+PROTOCOLS = ("LL", "LL128", "Simple")
+# enum ncclFunc_t (nccl_common.h): `coll`, to which releases only append; seqNumber counts the first five.
+FUNCTIONS = (
+    *("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce", "SendRecv", "Send", "Recv"),
+    *("AlltoAll", "Scatter", "Gather", "AllGatherV", "PutSignal", "Signal", "WaitSignal"),
+)
+
+# One row a layout, in hexadecimal: the fields of Layout in their order, then the releases that have it.
+_TABLE = """
+  23d8   2b78   247c   2490   24c0 90 118 10 30  ec      0 20 0 0 0 0 2.18.1
+  23d8   2ba8   2484   2498   24c8 90 118 10 30  ec      0 20 0 0 0 0 2.18.3 2.18.5
+  24d8   2ca8   2584   2598   25c8 90 120 18 38  f4      0 20 0 0 0 0 2.18.6
+  23d8   2c50   2484   2498   24c8 90 118 10 30  ec      0 20 0 0 0 0 2.19.1
+  24d8   2d50   2584   2598   25c8 90 120 18 38  f4      0 20 0 0 0 0 2.19.3
+  24d8   2d20   2584   2598   25c8 90 120 18 38  f4      0 20 0 0 0 0 2.19.4
+  28d8   3360   2984   2998   29c8 90 140 18 38 114      0 10 0 0 1 0 2.20.3 2.20.5
+  34e0   3fa0   358c   35a0   35e8 98 1a0 18 38 174      0 10 1 0 2 0 2.21.5
+ 34250  35980  34304  34318  34360 98 1a0 18 38 174      0 10 1 0 2 0 2.22.3
+ 3c4a8  3dce0  3c55c  3c570  3c5b8 98 1a0 18 38 174      0 10 1 0 2 1 2.23.4
+ 3c4a8  3dad0  3c55c  3c570  3c5c0 98 1a0 18 38 174      0 10 1 0 3 1 2.24.3
+ 784a8  7a550  7855c  78570  785c0 98 198 18 38 16c      0 10 1 0 3 1 2.25.1
+ 784b8  7bb80  7856c  78580  785d0 a0 198 18 38 16c  7a510 10 1 1 3 1 2.26.2 2.26.3 2.26.5 2.26.6
+1044b8 107c00 10456c 104580 1045d0 a0 198 18 38 16c 106550 10 1 1 3 1 2.27.3 2.27.5 2.27.6 2.27.7
+1044c8 1081d8 10457c 104598 1045f8 a0 198 18 38 16c 106a08 10 1 1 4 1 2.28.3
+1044d0 108658 104584 1045a0 104600 a0 198 18 38 16c 106a10 10 1 1 4 1 2.28.7 2.28.9
+1046d8 108d88 10478c 1047a8 104808 a0 1a0 18 40 174 106e78 10 1 1 4 1 2.29.2 2.29.3
+1206d8 124de8 12078c 1207a8 120808 a0 1a0 18 40 174 122e78 10 1 1 4 1 2.29.7
+1206e0 124e70 120794 1207b0 120810 a0 1a0 18 40 174 122e88 10 1 1 4 1 2.30.3 2.30.4
+1206f0 124e80 1207a4 1207c0 120820 a0 1a0 18 40 174 122e98 10 1 1 4 1 2.30.7
+1206e8 1241f8 1207a8 1207c0 120828 a0 1a0 18 40 174 123748 10 1 1 4 1 2.32.3
+"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets in bytes of one release's structures; `seq_at` is 0 where the release keeps no count.
+
+    Of struct ncclComm: `rank_at`, `comm_bytes` (its size; since 2.21 it begins and ends with a magic number,
+    `has_magic`), `node_at` (node, nNodes, localRank, localRanks: i32 in a row), `rank_to_node_at` (pointer to i32 per
+    rank), `nchannels_at` (i32), `channels_at` (struct ncclChannel[], each `channel_bytes`), `seq_at` (seqNumber: u64
+    per function, in the order of FUNCTIONS). seqNumber counts a collective when it is launched, and none in CUDA
+    graphs; it is also in 2.23 to 2.25, but moves there only for a profiler. Of struct ncclChannel: `ring_at` (prev and
+    next i32, pointer to the ranks in ring order from this one on), `tree_at` (depth and up i32, three i32 down),
+    `channel_id_at` (i32: its number once it is set up). Of struct ncclKernelPlan: `plan_comm_at` (pointer to its
+    communicator). `graph_on_stack`: struct ncclCudaGraph is larger than 16 bytes, so that as an argument it takes no
+    registers. `proxy_op`: the first PROXY_OP_BYTES of struct ncclProxyOp. `algorithms`: by its `pattern`.
+    """
+
+    rank_at: int
+    comm_bytes: int
+    node_at: int
+    rank_to_node_at: int
+    nchannels_at: int
+    channels_at: int
+    channel_bytes: int
+    ring_at: int
+    tree_at: int
+    channel_id_at: int
+    seq_at: int
+    plan_comm_at: int
+    has_magic: bool
+    graph_on_stack: bool
+    proxy_op: np.dtype[np.void]
+    algorithms: tuple[str, ...]
+
+
+def _table() -> dict[str, Layout]:
+    layouts = {}
+    for line in _TABLE.strip().splitlines():
+        cells = line.split()
+        *offsets, has_magic, graph_on_stack, form, has_pat = (int(cell, 16) for cell in cells[:16])
+        layout = Layout(
+            *offsets,
+            has_magic=bool(has_magic),
+            graph_on_stack=bool(graph_on_stack),
+            proxy_op=_proxy_op(_PROXY_OP_FORMS[form]),
+            algorithms=_ALGORITHMS[has_pat],
+        )
+        layouts.update(dict.fromkeys(cells[16:], layout))
+    return layouts
+
+
+def _proxy_op(offsets: tuple[int, ...]) -> np.dtype[np.void]:
+    names = list(_PROXY_OP)[: len(offsets)]
+    formats = [_PROXY_OP[name] for name in names]
+    return np.dtype({"names": names, "offsets": offsets, "formats": formats, "itemsize": PROXY_OP_BYTES})
+
+
+RELEASES = _table()
+
+
+def layout_of(version: str | None, rank_at: int) -> Layout | None:
+    """The layout of a library that states `version` and whose own code has a communicator's rank at `rank_at`.
+
+    None for a release that is not in the table, and where `rank_at` is not that of the release: such a build was made
+    from other sources or in another way, and nothing of it is known. A build that has both right may still differ
+    behind the rank, so what is read is to be checked against itself (comm_memory.read_layout).
+    """
+    layout = RELEASES.get(version or "")
+    return layout if layout is not None and layout.rank_at == rank_at else None
