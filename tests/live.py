@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -104,3 +105,12 @@ def entry_bytes(pid: int, library: Path) -> tuple[bytes, bytes]:
                     in_file += elf.code(function)[:16]
     assert in_file
     return in_memory, in_file
+
+
+def compiled(source: str, directory: Path, *flags: str) -> Path:
+    """The program of tests/targets/`source`, compiled into `directory`; skips the test where there is no gcc."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    program = directory / Path(source).stem
+    subprocess.run(["gcc", "-O2", "-o", program, TARGETS / source, *flags], check=True)
+    return program
