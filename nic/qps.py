@@ -12,7 +12,7 @@ from pulse_bpf.schema import I64, QPS, STR, U32, U64, flow_id
 
 Origin = Literal["uprobe", "netlink", "capture"]
 _RANK: dict[Origin, int] = {"capture": 0, "netlink": 1, "uprobe": 2}
-_INIT = 1  # enum ibv_qp_state
+_RESET, _INIT = 0, 1  # enum ibv_qp_state
 
 # What the lookups below need to know about each life.
 _LIVES = pl.Schema(
@@ -95,10 +95,12 @@ class QpTable:
         """
         self._cached_lookups = None
         for seen in frame.sort("t_ns").iter_rows(named=True):
-            key, t_ns, inits = (seen["nic"], seen["qpn"]), seen["t_ns"], seen["state"] == _INIT
+            key, t_ns, inits = (seen["nic"], seen["qpn"]), seen["t_ns"], seen["state"] in (_RESET, _INIT)
             if seen["destroyed"]:
                 self._end(key, t_ns)
                 continue
+            if seen["state"] == _RESET and seen["port"] is None and key[0] not in self._only_port:
+                continue  # the next change tells its port
             life = self._latest(key)
             if (
                 life is None
@@ -107,7 +109,7 @@ class QpTable:
                 or life.contradicts("uprobe", seen)
             ):
                 life = self._begin("uprobe", seen, t_ns, t_ns if inits else None)
-            elif inits:
+            elif inits and (life.created_ns is None or life.origin != "uprobe"):
                 life.created_ns = t_ns
             life.learn("uprobe", seen)
 

@@ -2,13 +2,45 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import numpy as np
 
-EVENT_VERSION = 1
-RING_BYTES = 4 << 20
+EVENT_VERSION = 2
+# At 100,000 calls a second the ring holds what three seconds bring: more than a slow disk holds the reader up.
+NCCL_RING_BYTES = 32 << 20
+VERBS_RING_BYTES = 1 << 20
 
-# enum nccl_call; the last one is no operator.
-CALLS = (
+
+class NcclCall(IntEnum):
+    """enum nccl_call."""
+
+    ALL_REDUCE = 0
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
+    BROADCAST = 3
+    REDUCE = 4
+    ALL_TO_ALL = 5
+    GATHER = 6
+    SCATTER = 7
+    SEND = 8
+    RECV = 9
+    COMM_GONE = 10
+    COMM_INIT = 11
+    COMM_INIT_ALL = 12
+    COMM_SPLIT = 13
+    COMM_GROW = 14
+    DEVICE_COMM = 15
+    LAUNCH = 16
+    CAPTURE = 17
+    CAPTURE_ON_STACK = 18
+    REPLAY = 19
+    GROUP_START = 20
+    GROUP_END = 21
+
+
+# What the recording calls the operators among them, in their order.
+KINDS = (
     "AllReduce",
     "AllGather",
     "ReduceScatter",
@@ -20,11 +52,17 @@ CALLS = (
     "Send",
     "Recv",
 )
-COMM_GONE = len(CALLS)
+# `nccl_seq` where the library's own number of a call is not known.
+NO_SEQ = (1 << 64) - 1
 
-# enum verbs_call.
-MODIFY_QP = 0
-DESTROY_QP = 1
+
+class VerbsCall(IntEnum):
+    """enum verbs_call."""
+
+    MODIFY_QP = 0
+    DESTROY_QP = 1
+    CREATE_QP = 2
+
 
 _HEADER = [
     ("version", "<u2"),
@@ -43,13 +81,16 @@ NCCL_EVENT: np.dtype[np.void] = np.dtype(
         ("count", "<u8"),
         ("stream", "<u8"),
         ("group", "<u8"),
+        ("nccl_seq", "<u8"),
         ("comm_hash", "<u8"),
         ("rank", "<i4"),
         ("nranks", "<i4"),
         ("gpu", "<i4"),
-        ("unused", "<i4"),
+        ("nvml_gpu", "<i4"),
         ("dtype", "<u4"),
         ("peer", "<i4"),
+        ("file", "<u4"),
+        ("unused", "V4"),
     ]
 )
 

@@ -9,10 +9,12 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.probes.events import DESTROY_QP, EVENT_VERSION
+from pulse_bpf.probes.events import EVENT_VERSION, VerbsCall
 
-# Exported function, at its default version -> function of verbs.c.
-PROBES: dict[str, str] = {"ibv_modify_qp": "ibv_modify_qp", "ibv_destroy_qp": "ibv_destroy_qp"}
+# What to probe at the entry, at its default version: the one that NCCL binds.
+PROBES = {"ibv_modify_qp": VerbsCall.MODIFY_QP, "ibv_destroy_qp": VerbsCall.DESTROY_QP}
+# What to look at when it returns, where that is possible.
+RETURNS = {"ibv_create_qp": VerbsCall.CREATE_QP}
 
 # enum ibv_qp_attr_mask of <infiniband/verbs.h>.
 MASK_STATE, MASK_PORT, MASK_AV, MASK_PATH_MTU = 1 << 0, 1 << 5, 1 << 7, 1 << 8
@@ -21,6 +23,9 @@ MASK_TIMEOUT, MASK_RETRY_COUNT, MASK_PEER_QPN = 1 << 9, 1 << 10, 1 << 20
 _MTU_BYTES = {1: 256, 2: 512, 3: 1024, 4: 2048, 5: 4096}
 # enum ibv_qp_type: the only type whose packets have one peer for good.
 RC = 2
+
+# enum ibv_qp_state: what a queue pair is in when it has been created.
+RESET = 0
 
 QP_EVENTS = pl.Schema(
     {
@@ -47,8 +52,9 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
     """QP_EVENT records as rows of QP_EVENTS in order of time, one per call on a reliable-connection queue pair.
 
     An attribute that a call does not set is null; `state` is enum ibv_qp_state, `path_mtu` is in bytes, `timeout`
-    is the InfiniBand exponent (4.096 us x 2^n). Events of processes not in `nodes` are dropped. Assumes each
-    requested change succeeded: one that failed shows up as a queue pair that never carries traffic.
+    is the InfiniBand exponent (4.096 us x 2^n). A created queue pair shows as one in state RESET.
+    Events of processes not in `nodes` are dropped. Assumes each requested change succeeded: one that failed shows
+    up as a queue pair that never carries traffic.
     """
     events = events[(events["version"] == EVENT_VERSION) & (events["qp_type"] == RC)]
     mask = pl.col("mask")
@@ -77,7 +83,7 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
         .alias("node"),
         pl.col("tgid").alias("pid"),
         (pl.col("mono_ns").cast(pl.Int64) + wall_offset_ns).alias("t_ns"),
-        (pl.col("kind") == DESTROY_QP).alias("destroyed"),
+        (pl.col("kind") == VerbsCall.DESTROY_QP).alias("destroyed"),
         port.alias("port"),
         *(pl.when(mask & bit != 0).then(name).alias(name) for name, bit in given.items()),
         *(
@@ -85,8 +91,10 @@ def qp_events(events: NDArray[np.void], nodes: Mapping[int, str], wall_offset_ns
             for name, source in (("local_gid_index", "gid_index"), ("peer_gid", "peer_gid"))
         ),
     )
+    is_new = pl.col("kind") == VerbsCall.CREATE_QP
     return (
         frame.filter(pl.col("node").is_not_null())
+        .with_columns(pl.when(is_new).then(RESET).otherwise("state").alias("state"))
         .with_columns(pl.col("path_mtu").replace_strict(_MTU_BYTES, default=None, return_dtype=pl.Int32))
         # What no such attribute can be, a program's garbage, is null.
         .select(pl.col(name).cast(dtype, strict=False) for name, dtype in QP_EVENTS.items())

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from pulse_bpf.errors import AttachError, HostError
+from pulse_bpf.errors import HostError
 
 T = TypeVar("T")
 
@@ -47,6 +47,11 @@ def load_error(what: str, said: str) -> HostError:
     kernel = platform.release()
     lines = [line for line in said.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line]
+    if re.search(r"^processed \d+ insns", said, re.MULTILINE):
+        # The verifier refuses a program with the errno of a missing privilege.
+        before = next(i for i, line in enumerate(lines) if line.startswith("processed "))
+        errors = [lines[max(before - 1, 0)]]
+        said = ""
     if "Operation not permitted" in said or "Permission denied" in said:
         lockdown = _first_line("/sys/kernel/security/lockdown")
         detail = f"; kernel lockdown is {lockdown}" if lockdown else ""
@@ -60,21 +65,6 @@ def load_error(what: str, said: str) -> HostError:
             what, errors[0].strip(), f"This is a fault of Pulse with kernel {kernel}: please report it"
         )
     return HostError(what, lines[-1].strip() if lines else "no reason given", f"The kernel is {kernel}")
-
-
-def attach_error(what: str, number: int, said: str) -> AttachError | HostError:
-    """The error for a probe that the kernel refused with errno `number`, or without one as it `said`."""
-    why = os.strerror(number) if number else said.strip()
-    if number in (errno.EPERM, errno.EACCES):
-        paranoid = _first_line("/proc/sys/kernel/perf_event_paranoid")
-        return HostError(
-            what,
-            f"{why} (perf_event_paranoid is {paranoid})",
-            "Run as root, or with CAP_PERFMON and CAP_SYS_ADMIN",
-        )
-    if number == errno.EBUSY:
-        return AttachError(what, f"{why}: another tool may hold this place")
-    return AttachError(what, why)
 
 
 def _first_line(path: str) -> str:

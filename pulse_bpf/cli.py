@@ -16,15 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_bpf import __version__
-from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, AttachError, HostError, PulseError, UsageError
+from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, HostError, PulseError, UsageError
 
 if TYPE_CHECKING:
     from pulse_bpf.check import Check
+    from pulse_bpf.watch import Selection
 
 _EXAMPLES = """examples:
   pulse check                              can this host record?
   sudo pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
-  sudo pulse record -p 4711 -o rec         one process, until Ctrl-C
+  sudo pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
   pulse analyze rec                        who is at fault, and why
 """
 
@@ -71,9 +72,14 @@ def _parser() -> argparse.ArgumentParser:
 
     record = verbs.add_parser("record", help="record running processes and their queue pairs")
     target = record.add_mutually_exclusive_group(required=True)
-    target.add_argument("-p", "--pid", type=int, action="append", help="a process to record (repeatable)")
+    target.add_argument(
+        "-p", "--pid", type=int, action="append", help="a process, with its children (repeatable)"
+    )
     target.add_argument("--all", action="store_true", help="every process that maps an NCCL")
+    target.add_argument("--job", metavar="ID", help="those of a Slurm job, or of a Kubernetes pod by its uid")
+    target.add_argument("--container", metavar="ID", help="those in a container; the first 12 digits do")
     target.add_argument("--hosts", type=Path, metavar="FILE", help="several lab hosts on this kernel (JSON)")
+    record.add_argument("--wait", action="store_true", help="start also when nothing uses NCCL yet")
     record.add_argument("-d", "--seconds", type=seconds, help="how long (default: until Ctrl-C)")
     record.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory")
     record.add_argument("--bin-us", type=int, default=1000, help="width of a traffic bin (default: 1000)")
@@ -143,11 +149,12 @@ def _record(arguments: argparse.Namespace) -> int:
             raise UsageError("--tap does not go with --hosts", "the file names the taps")
         hosts = read_hosts(arguments.hosts)
     else:
-        hosts = [this_host(_pids(arguments), arguments.tap)]
+        hosts = [this_host(_selection(arguments), arguments.tap)]
 
     from pulse_bpf.session import record
 
-    outcome = record(hosts, arguments.seconds, arguments.output, arguments.bin_us * 1000, _notices)
+    bin_ns = arguments.bin_us * 1000
+    outcome = record(hosts, arguments.seconds, arguments.output, bin_ns, arguments.wait, _notices)
     _notices.print(
         f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
         f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
@@ -157,15 +164,11 @@ def _record(arguments: argparse.Namespace) -> int:
     return outcome.exit_status
 
 
-def _pids(arguments: argparse.Namespace) -> tuple[int, ...]:
-    if not arguments.all:
-        return tuple(dict.fromkeys(arguments.pid))
-    from pulse_bpf.targets import find_nccl_processes
+def _selection(arguments: argparse.Namespace) -> Selection:
+    from pulse_bpf.watch import Selection
 
-    pids = tuple(find_nccl_processes())
-    if not pids:
-        raise AttachError("no process that can be read maps an NCCL", "", "Run as root, with the job running")
-    return pids
+    pids = tuple(dict.fromkeys(arguments.pid or ()))
+    return Selection(pids, arguments.all, arguments.job, arguments.container)
 
 
 def _analyze(arguments: argparse.Namespace) -> int:

@@ -44,6 +44,10 @@ class AttachError(PulseError):
     exit_status = NO_DATA
 
 
+class NoNcclError(AttachError):
+    """A process maps no NCCL: there is nothing wrong with it, and nothing to record."""
+
+
 class NotPermittedError(AttachError):
     """A process may not be looked at: it is not the process that lacks something."""
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pulse_bpf.errors import UsageError
+from pulse_bpf.watch import Selection
 
 Side = Literal["device", "switch"]
 
@@ -27,14 +28,14 @@ class Host:
     """One host as the cluster knows it. `devices` None: every RDMA device that this kernel has."""
 
     node: str
-    pids: tuple[int, ...]
+    selection: Selection
     devices: tuple[Device, ...] | None = None
 
 
-def this_host(pids: tuple[int, ...], taps: list[str]) -> Host:
+def this_host(selection: Selection, taps: list[str]) -> Host:
     """This machine, with `taps` as given on the command line: NIC=NETDEV or NIC=NETDEV:switch."""
     devices = tuple(_parse_tap(tap) for tap in taps)
-    return Host(socket.gethostname(), pids, devices or None)
+    return Host(socket.gethostname(), selection, devices or None)
 
 
 def read_hosts(path: Path) -> list[Host]:
@@ -52,7 +53,7 @@ def read_hosts(path: Path) -> list[Host]:
     names = [host.node for host in hosts]
     if len(set(names)) != len(names):
         raise UsageError(f"the hosts file {path} names a node twice")
-    pids = [pid for host in hosts for pid in host.pids]
+    pids = [pid for host in hosts for pid in host.selection.pids]
     if len(set(pids)) != len(pids):
         raise UsageError(f"the hosts file {path} names a process twice")
     return hosts
@@ -65,7 +66,9 @@ def _parse_host(path: Path, index: int, entry: Any) -> Host:
             raise ValueError(f"node {node!r} is no host name")
         if not (isinstance(pids, list) and pids and all(type(pid) is int for pid in pids)):
             raise ValueError(f"pids {pids!r} is no list of process ids")
-        return Host(node, tuple(pids), None if devices is None else tuple(map(_parse_device, devices)))
+        return Host(
+            node, Selection(tuple(pids)), None if devices is None else tuple(map(_parse_device, devices))
+        )
     except KeyError as error:
         why = f"{error} is missing"
     except ValueError as error:

@@ -15,20 +15,27 @@ import polars as pl
 from rich.console import Console
 
 from pulse_bpf import clock, privileges
-from pulse_bpf.attach import ProbeSet, Program
-from pulse_bpf.errors import OK, PARTIAL, AttachError, HostError, PulseError, UsageError
+from pulse_bpf.attach import Program
+from pulse_bpf.errors import OK, PARTIAL, AttachError, HostError, NoNcclError, PulseError, UsageError
 from pulse_bpf.hosts import Device, Host
 from pulse_bpf.nic import Tables, Tap
 from pulse_bpf.nic.identity import read_nics
 from pulse_bpf.nic.nldev import Nldev
 from pulse_bpf.nic.packets import PacketReader
 from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.probes import BPF_DIRECTORY
 from pulse_bpf.schema import COVERAGE, NICS, NODES
 from pulse_bpf.store import RecordingWriter
+from pulse_bpf.watch import Watch
 
 POLL_S = 0.1
-ROTATE_S = 1.0
+# With SETTLE_S below, what happened a second ago is on the disk.
+ROTATE_S = 0.75
+# How long an operator waits for what becomes of it, its launch or its capture into a CUDA graph.
+SETTLE_S = 0.2
+# How often processes are looked for, and libraries that were opened since.
+WATCH_S = 2.0
 
 
 @dataclass
@@ -46,16 +53,17 @@ class Outcome:
 
 
 def record(
-    hosts: Sequence[Host], seconds: float | None, output: Path, bin_ns: int, console: Console
+    hosts: Sequence[Host], seconds: float | None, output: Path, bin_ns: int, wait: bool, console: Console
 ) -> Outcome:
-    """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process.
+    """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process named.
 
+    `wait` records also when there is no process with an NCCL yet.
     The processes are only read from, and everything attached is detached before this returns or raises.
     HostError, AttachError and UsageError when nothing can be recorded; what fails for a part is a warning.
     """
     writer = RecordingWriter(output)
     with _stop_on_signals() as stop, ExitStack() as cleanup:
-        recording = Recording(hosts, bin_ns, writer, cleanup)
+        recording = Recording(hosts, bin_ns, wait, writer, cleanup)
         privileges.drop()
         recording.run(seconds, stop, console)
         return recording.outcome
@@ -65,16 +73,18 @@ class Recording:
     """The parts of a running recording; `cleanup` takes every one of them off again."""
 
     def __init__(
-        self, hosts: Sequence[Host], bin_ns: int, writer: RecordingWriter, cleanup: ExitStack
+        self, hosts: Sequence[Host], bin_ns: int, wait: bool, writer: RecordingWriter, cleanup: ExitStack
     ) -> None:
         self.outcome = Outcome()
         self._writer = writer
         self._nodes = [host.node for host in hosts]
         # One offset for the whole recording keeps every bin on one phase; `clocks` lets a reader redo it.
         offset_ns = clock.anchor().offset_ns
-        self._probes = ProbeSet({pid: host.node for host in hosts for pid in host.pids}, offset_ns)
+        self._probes = ProbeSet(offset_ns)
         cleanup.callback(self._probes.close)
-        self._pids = self._attach(hosts)
+        self._watches = [(host, Watch(host.selection)) for host in hosts]
+        self._wait = wait
+        self._attach_first()
         self._attached_ns = self._read_ns = time.time_ns()
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
@@ -89,46 +99,79 @@ class Recording:
             self._reader.start()
 
     def run(self, seconds: float | None, stop: list[int], console: Console) -> None:
-        """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all are gone."""
-        started = rotated = time.monotonic()
+        """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all named are gone."""
+        started = rotated = watched = time.monotonic()
         self._store([])
-        console.print(f"processes attached: {len(self._pids)}; Ctrl-C ends the recording", highlight=False)
-        for warning in self.outcome.warnings:
-            _warn(console, warning)
+        console.print(
+            f"processes attached: {self._probes.running}; Ctrl-C ends the recording", highlight=False
+        )
+        shown = self._warn_since(0, console)
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
                 self._probes.drain()
                 if self._reader:
                     self._reader.drain()
+                if time.monotonic() - watched >= WATCH_S:
+                    watched = time.monotonic()
+                    self._attach_new()
                 if time.monotonic() - rotated < ROTATE_S:
                     continue
                 rotated = time.monotonic()
                 self._observe_queue_pairs()
-                self._store([self._read_calls(), self._reader.read() if self._reader else {}])
+                settled_ns = time.monotonic_ns() - int(SETTLE_S * 1e9)
+                self._store([self._read_calls(settled_ns), self._reader.read() if self._reader else {}])
                 status.update(self._progress(rotated - started))
-                if self._probes.state()["processes"]["gone_ns"].null_count() == 0:
+                if self._is_over():
                     self.outcome.warnings.append("every recorded process ended, and the recording with them")
-                    _warn(console, self.outcome.warnings[-1])
+                shown = self._warn_since(shown, console)
+                if self._is_over():
                     break
         self.outcome.seconds = time.monotonic() - started
         self._observe_queue_pairs()
-        self._store([self._read_calls(), self._reader.stop() if self._reader else {}])
+        self._store([self._read_calls(None), self._reader.stop() if self._reader else {}])
         self._writer.close()
 
-    def _attach(self, hosts: Sequence[Host]) -> list[int]:
-        attached: list[int] = []
-        failures: list[PulseError] = []
-        for pid in (pid for host in hosts for pid in host.pids):
-            try:
-                self._probes.add(pid)
-                attached.append(pid)
-            except AttachError as error:
-                failures.append(error)
-        if failures and not attached:
-            raise failures[0]
+    def _attach_first(self) -> None:
+        """Attaches to what is there; raises what is wrong when that is nothing, unless it may come later."""
+        failures: list[AttachError] = []
+        for host, watch in self._watches:
+            named = set(host.selection.pids)
+            for pid in watch.changed():
+                try:
+                    self._probes.add(pid, host.node)
+                except AttachError as error:
+                    if pid in named or not isinstance(error, NoNcclError):
+                        failures.append(error)
+        if not self._probes.running and not self._wait:
+            nothing = AttachError(
+                "no process that can be read maps an NCCL", "", "Run as root, with the job running"
+            )
+            raise failures[0] if failures else nothing
         self.outcome.warnings.extend(str(error) for error in failures)
-        return attached
+
+    def _attach_new(self) -> None:
+        for host, watch in self._watches:
+            for pid in watch.changed():
+                try:
+                    self._probes.add(pid, host.node)
+                except NoNcclError:
+                    continue
+                except PulseError as error:
+                    if str(error) not in self.outcome.warnings:
+                        self.outcome.warnings.append(str(error))
+
+    def _is_over(self) -> bool:
+        by_name = all(host.selection.pids for host, _ in self._watches)
+        return by_name and not self._wait and not self._probes.running
+
+    def _warn_since(self, shown: int, console: Console) -> int:
+        """Prints the warnings behind the first `shown`; how many there are."""
+        for warning in self.outcome.warnings[shown:]:
+            console.print(
+                f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True
+            )
+        return len(self.outcome.warnings)
 
     def _find_nics(self, hosts: Sequence[Host]) -> tuple[pl.DataFrame, list[Tap]]:
         """The nics rows of all hosts, and a tap for each of their ports that has a netdev."""
@@ -168,9 +211,10 @@ class Recording:
         if self._rdma:
             self._qps.observe_netlink(self._rdma.queue_pairs(), time.time_ns())
 
-    def _read_calls(self) -> Tables:
-        self._read_ns = time.time_ns()
-        return self._probes.read()
+    def _read_calls(self, until_ns: int | None) -> Tables:
+        now_ns = time.time_ns()
+        self._read_ns = now_ns if until_ns is None else now_ns - int(SETTLE_S * 1e9)
+        return self._probes.read(until_ns)
 
     def _store(self, batches: Sequence[Tables]) -> None:
         for table in sorted({name for batch in batches for name in batch}):
@@ -217,10 +261,6 @@ class Recording:
             f"{elapsed_s:.0f} s  {rows.get('ops', 0)} operators  {rows.get('samples', 0)} samples  "
             f"{self.outcome.lost} lost"
         )
-
-
-def _warn(console: Console, text: str) -> None:
-    console.print(f"warning: {text}", style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _node_rows(nodes: Sequence[str]) -> pl.DataFrame:

@@ -17,13 +17,13 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pulse_bpf.attach import ProbeSet, Program
+from pulse_bpf.attach import Program
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
 from pulse_bpf.lab import nccl as lab_nccl
+from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.probes import BPF_DIRECTORY, nccl
 from pulse_bpf.probes.events import NCCL_EVENT
-from pulse_bpf.schema import NCCL_DTYPES, comm_id
 from pulse_bpf.targets import find_nccl_processes, mapped_files
 
 TARGETS = Path(__file__).with_name("targets")
@@ -80,8 +80,8 @@ def calling(library: Path, loops: int = LOOPS, **environment: str) -> Any:
 
 
 @contextmanager
-def probing(*pids: int) -> Iterator[ProbeSet]:
-    probes = ProbeSet(dict.fromkeys(pids, "node1"), time.time_ns() - time.monotonic_ns())
+def probing() -> Iterator[ProbeSet]:
+    probes = ProbeSet(time.time_ns() - time.monotonic_ns())
     try:
         yield probes
     finally:
@@ -89,46 +89,9 @@ def probing(*pids: int) -> Iterator[ProbeSet]:
 
 
 @pytest.mark.bcc
-def test_what_is_recorded_is_what_was_called(library: Path) -> None:
-    with calling(library) as target, probing(target.pid) as probes:
-        target.act()
-        probes.add(target.pid)
-        before_ns = time.time_ns()
-        log = json.loads(target.act())
-        after_ns = time.time_ns()
-        ops = probes.read()["ops"]
-        assert probes.lost == 0
-        assert ops.height == len(log) == LOOPS * THREADS * 8
-        said = pl.DataFrame(log).with_columns(pl.int_range(pl.len()).over("tid").alias("order"))
-        seen = ops.with_columns(pl.int_range(pl.len()).over("tid").alias("order"))
-        both = said.join(seen, on=["tid", "order"], suffix="_seen", validate="1:1")
-        assert both.height == len(log)
-        assert (both["kind"] == both["kind_seen"]).all()
-        assert (both["count"] == both["count_seen"]).all()
-        assert (both["comm"] == both["comm_ptr"]).all()
-        assert (both["peer"] == both["peer_seen"].fill_null(-1)).all()
-        names = {number: name for number, (name, _) in enumerate(NCCL_DTYPES)}
-        assert both["dtype_seen"].to_list() == [names.get(d, f"unknown:{d}") for d in both["dtype"]]
-        # A group of the log is one group seen, and no two share one.
-        groups = both.select("tid", "group", "group_seen").unique()
-        assert groups.filter(pl.col("group_seen").is_null())["group"].to_list() == [0] * THREADS
-        assert groups["group_seen"].drop_nulls().is_unique().all()
-        assert groups.height == THREADS * (LOOPS + 1)
-        assert before_ns <= ops["call_ns"].min() <= ops["call_ns"].max() <= after_ns
-        assert ops["gpu"].equals(ops["rank"], null_equal=True)
-        for (_,), calls in ops.group_by("comm_ptr"):
-            assert calls["seq"].to_list() == list(range(calls.height))
-        comms = probes.state()["comms"]
-        hashes = {comm_id(base + rank, 8) for base in (0xD00D0000, 0xBEEF0000) for rank in range(THREADS)}
-        assert set(comms["comm_id"]) == hashes == set(ops["comm_id"])
-        (row,) = probes.state()["libraries"].to_dicts()
-        assert (row["path"], row["version"]) == (str(library), lab_nccl.VERSION)
-
-
-@pytest.mark.bcc
 def test_an_attach_in_mid_run_continues_the_numbers_over_reads(library: Path) -> None:
-    with calling(library, loops=5) as target, probing(target.pid) as probes:
-        probes.add(target.pid)
+    with calling(library, loops=5) as target, probing() as probes:
+        probes.add(target.pid, "node1")
         batches = []
         for _ in range(3):
             target.act()
@@ -162,8 +125,8 @@ sys.stdin.read()
 
 @pytest.mark.bcc
 def test_groups_are_outermost_and_a_destroyed_communicator_is_gone(library: Path) -> None:
-    with running([sys.executable, "-c", GROUPS, library]) as target, probing(target.pid) as probes:
-        probes.add(target.pid)
+    with running([sys.executable, "-c", GROUPS, library]) as target, probing() as probes:
+        probes.add(target.pid, "node1")
         assert target.act() == "done"
         ops = probes.read()["ops"]
         groups = ops["group"].to_list()
@@ -179,13 +142,13 @@ def test_groups_are_outermost_and_a_destroyed_communicator_is_gone(library: Path
 
 @pytest.mark.bcc
 def test_only_processes_that_were_added_are_recorded(library: Path) -> None:
-    with calling(library, 3) as one, calling(library, 3) as other, probing(one.pid, other.pid) as probes:
+    with calling(library, 3) as one, calling(library, 3) as other, probing() as probes:
         assert {one.pid, other.pid} <= set(find_nccl_processes())
-        probes.add(one.pid)
+        probes.add(one.pid, "node1")
         one.act()
         other.act()
         assert set(probes.read()["ops"]["pid"]) == {one.pid}
-        probes.add(other.pid)
+        probes.add(other.pid, "node1")
         one.act()
         other.act()
         assert set(probes.read()["ops"]["pid"]) == {one.pid, other.pid}
@@ -195,9 +158,9 @@ def test_only_processes_that_were_added_are_recorded(library: Path) -> None:
 def test_a_library_replaced_on_disk_is_still_probed(library: Path, tmp_path: Path) -> None:
     copy = tmp_path / "libnccl.so.2"
     shutil.copy(library, copy)
-    with calling(copy, 3) as target, probing(target.pid) as probes:
+    with calling(copy, 3) as target, probing() as probes:
         copy.unlink()
-        probes.add(target.pid)
+        probes.add(target.pid, "node1")
         assert probes.read()["ops"].is_empty()
         assert len(json.loads(target.act())) == probes.read()["ops"].height
 
@@ -209,18 +172,18 @@ def test_an_interposed_library_does_not_count_calls_twice(library: Path, tmp_pat
     source = tmp_path / "shim.c"
     source.write_text("int ncclAllReduce(void) { return 0; } int ncclGroupEnd(void) { return 0; }")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", shim, source], check=True)
-    with calling(library, 3, LD_PRELOAD=str(shim)) as target, probing(target.pid) as probes:
-        probes.add(target.pid)
+    with calling(library, 3, LD_PRELOAD=str(shim)) as target, probing() as probes:
+        probes.add(target.pid, "node1")
         problems = {Path(file["path"]): file["problems"] for file in probes.summary()["files"]}
         assert "not NCCL itself" in problems[shim][0]
-        assert problems[library] == ()
+        assert problems[library] == []
         assert len(json.loads(target.act())) == probes.read()["ops"].height
 
 
 @pytest.mark.bcc
 def test_a_process_that_ends_is_noted_with_its_communicators(library: Path) -> None:
-    with calling(library, 3) as target, probing(target.pid) as probes:
-        probes.add(target.pid)
+    with calling(library, 3) as target, probing() as probes:
+        probes.add(target.pid, "node1")
         target.act()
         probes.read()
         assert probes.state()["processes"]["gone_ns"].to_list() == [None]
@@ -234,12 +197,12 @@ def test_a_process_that_ends_is_noted_with_its_communicators(library: Path) -> N
 @pytest.mark.bcc
 def test_processes_with_nothing_to_probe_are_refused() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as idle:
-        with probing(idle.pid) as probes, pytest.raises(AttachError, match="has no NCCL to probe"):
-            probes.add(idle.pid)
+        with probing() as probes, pytest.raises(AttachError, match="has no NCCL to probe"):
+            probes.add(idle.pid, "node1")
         idle.kill()
         idle.wait()
-        with probing(idle.pid) as probes, pytest.raises(AttachError, match="it has ended"):
-            probes.add(idle.pid)
+        with probing() as probes, pytest.raises(AttachError, match="it has ended"):
+            probes.add(idle.pid, "node1")
 
 
 def entry_bytes(pid: int, library: Path) -> tuple[bytes, bytes]:
@@ -262,8 +225,8 @@ def entry_bytes(pid: int, library: Path) -> tuple[bytes, bytes]:
 
 @pytest.mark.bcc
 def test_a_closed_probe_set_leaves_the_process_as_it_was(library: Path) -> None:
-    with calling(library, 3) as target, probing(target.pid) as probes:
-        probes.add(target.pid)
+    with calling(library, 3) as target, probing() as probes:
+        probes.add(target.pid, "node1")
         target.act()
         in_memory, in_file = entry_bytes(target.pid, library)
         assert in_memory != in_file
@@ -280,8 +243,8 @@ def test_a_closed_probe_set_leaves_the_process_as_it_was(library: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_tracer_leaves_the_process_as_it_was(library: Path, number: signal.Signals) -> None:
     tracer = (
-        "import sys; from pulse_bpf.attach import ProbeSet; pid = int(sys.argv[1]);"
-        "probes = ProbeSet({pid: 'node1'}, 0); probes.add(pid); print('ready', flush=True); input()"
+        "import sys; from pulse_bpf.probe_set import ProbeSet; probes = ProbeSet(0);"
+        "probes.add(int(sys.argv[1]), 'node1'); print('ready', flush=True); input()"
     )
     with calling(library, 3) as target:
         with running([sys.executable, "-c", tracer, str(target.pid)]) as attached:
@@ -299,15 +262,15 @@ def test_a_killed_tracer_leaves_the_process_as_it_was(library: Path, number: sig
 @pytest.mark.bcc
 def test_a_full_ring_is_counted(library: Path) -> None:
     # One page holds fewer records than one act makes.
-    program = Program(BPF_DIRECTORY / "nccl.c", {"RANK_OFFSET": 0, "RING_BYTES": 4096})
+    program = Program(BPF_DIRECTORY / "nccl.c", {"RING_BYTES": 4096})
     try:
         ring = program.ring("events", NCCL_EVENT)
         with calling(library) as target:
             program.set_hash("watched", target.pid.to_bytes(4, "little"), b"\1")
             with Elf(library) as elf:
                 found = elf.functions(nccl.PROBES)
-            for name, function in found.items():
-                program.attach_uprobe(library, function.offset, nccl.PROBES[name])
+            places = {place.offset: nccl.cookie(nccl.PROBES[name], 0, 0) for name, place in found.items()}
+            assert program.attach_uprobes(library, places, "on_entry") == {}
             calls = len(json.loads(target.act()))
             first = ring.read()
             assert 0 < len(first) < calls
@@ -332,8 +295,8 @@ def test_queue_pairs_are_seen_through_the_real_libibverbs(library: Path, tmp_pat
     program = tmp_path / "qp_caller"
     subprocess.run(["gcc", "-O1", "-o", program, TARGETS / "qp_caller.c", "-libverbs"], check=True)
     # Only what uses NCCL is recorded.
-    with running([program], LD_PRELOAD=str(library)) as target, probing(target.pid) as probes:
-        probes.add(target.pid)
+    with running([program], LD_PRELOAD=str(library)) as target, probing() as probes:
+        probes.add(target.pid, "node1")
         target.act()
         frame = probes.qp_events()
         assert frame["t_ns"].is_sorted()
@@ -385,7 +348,7 @@ def test_the_version_that_programs_call_is_the_one_probed(tmp_path: Path) -> Non
         place = elf.functions(["call"])["call"]
     program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
     try:
-        program.attach_uprobe(path, place.offset, "on_call")
+        program.attach_uprobes(path, {place.offset: 0}, "on_call")
         loaded = ctypes.CDLL(str(path))
         assert loaded.first() == 1
         assert program.percpu_sum("hits", 0) == 0
@@ -399,12 +362,13 @@ def test_the_version_that_programs_call_is_the_one_probed(tmp_path: Path) -> Non
 def test_a_place_that_is_no_code_is_refused(tmp_path: Path) -> None:
     program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
     try:
-        with pytest.raises(AttachError, match="No such file"):
-            program.attach_uprobe(tmp_path / "missing", 0, "on_call")
+        refused = program.attach_uprobes(tmp_path / "missing", {0: 0}, "on_call")
+        assert "No such file" in str(refused[0])
         empty = tmp_path / "empty"
         empty.write_bytes(b"")
-        with pytest.raises(AttachError, match="Invalid argument"):
-            program.attach_uprobe(empty, 0x1000, "on_call")
+        refused = program.attach_uprobes(empty, {0x1000: 0, 0x2000: 0}, "on_call", {0x1000: 0x2000})
+        assert "Invalid argument" in str(refused[0x2000])
+        assert refused[0x1000] is refused[0x2000]
     finally:
         program.close()
 
@@ -433,8 +397,8 @@ def test_programs_load_where_no_kernel_headers_are() -> None:
     load = (
         "from pulse_bpf.attach import Program; from pulse_bpf.probes import BPF_DIRECTORY;"
         "import os; assert not any(os.path.isdir(d) and os.listdir(d) for d in ('/lib/modules', '/usr/src'));"
-        "Program(BPF_DIRECTORY / 'nccl.c', {'RANK_OFFSET': 64, 'RING_BYTES': 4096}).close();"
-        "Program(BPF_DIRECTORY / 'verbs.c', {'RANK_OFFSET': 0, 'RING_BYTES': 4096}).close()"
+        "Program(BPF_DIRECTORY / 'nccl.c', {'RING_BYTES': 4096}).close();"
+        "Program(BPF_DIRECTORY / 'verbs.c', {'RING_BYTES': 4096}).close()"
     )
     command = f'{hide}; exec "{sys.executable}" -c "{load}"'
     environment = {name: value for name, value in os.environ.items() if name != "BCC_KERNEL_SOURCE"}

@@ -19,7 +19,7 @@ TYPES = (
     "typedef uint8_t u8; typedef uint16_t u16; typedef uint32_t u32; typedef uint64_t u64; typedef int32_t s32;\n"
 )
 HEADER_FIELDS = ("version", "kind", "cpu", "tgid", "tid", "mono_ns")
-IDENTITY_FIELDS = ("comm_hash", "rank", "nranks", "gpu")
+IDENTITY_FIELDS = ("comm_hash", "rank", "nranks", "gpu", "nvml_gpu")
 
 
 def printed(directory: Path, prologue: str, expressions: list[str]) -> list[int]:
@@ -41,8 +41,6 @@ def test_a_record_has_one_layout_in_both_languages(
     members = {}
     for name in dtype.names or ():
         nested = "header." if name in HEADER_FIELDS else "identity." if name in IDENTITY_FIELDS else ""
-        if struct == "nccl_event" and name == "unused":
-            nested = "identity."
         members[name] = nested + name
     expressions = [f"sizeof(struct {struct})"]
     for member in members.values():
@@ -55,11 +53,15 @@ def test_a_record_has_one_layout_in_both_languages(
 
 
 def test_the_calls_have_one_order_in_both_languages(tmp_path: Path) -> None:
-    names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", call).upper() for call in events.CALLS]
-    names = ["NCCL_" + name.replace("ALLTO_ALL", "ALL_TO_ALL") for name in names]
-    constants = [*names, "NCCL_COMM_GONE", "VERBS_MODIFY_QP", "VERBS_DESTROY_QP", "EVENT_VERSION"]
-    mine = [*range(len(names)), events.COMM_GONE, events.MODIFY_QP, events.DESTROY_QP, events.EVENT_VERSION]
-    assert printed(tmp_path, f'{TYPES}#include "events.h"\n', constants) == mine
+    calls = [
+        *(f"NCCL_{call.name}" for call in events.NcclCall),
+        *(f"VERBS_{call.name}" for call in events.VerbsCall),
+    ]
+    values = [*events.NcclCall, *events.VerbsCall, events.EVENT_VERSION]
+    assert printed(tmp_path, f'{TYPES}#include "events.h"\n', [*calls, "EVENT_VERSION"]) == values
+    as_recorded = [kind.replace("AlltoAll", "AllToAll") for kind in events.KINDS]
+    names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind).upper() for kind in as_recorded]
+    assert names == [call.name for call in events.NcclCall][: len(names)]
 
 
 @pytest.mark.skipif(not Path("/usr/include/infiniband/verbs.h").exists(), reason="needs libibverbs-dev")

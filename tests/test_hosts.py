@@ -10,13 +10,14 @@ import pytest
 
 from pulse_bpf.errors import UsageError
 from pulse_bpf.hosts import Device, Host, read_hosts, this_host
+from pulse_bpf.watch import Selection
 
 
 def test_a_hosts_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     entry = {"node": "host1", "pids": [7], "devices": [{"nic": "rxe1", "netdev": "p1", "side": "switch"}]}
     file.write_text(json.dumps([entry]))
-    assert read_hosts(file) == [Host("host1", (7,), (Device("rxe1", "p1", "switch"),))]
+    assert read_hosts(file) == [Host("host1", Selection((7,)), (Device("rxe1", "p1", "switch"),))]
 
 
 @pytest.mark.parametrize(
@@ -47,13 +48,13 @@ def test_a_bad_hosts_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_taps_on_the_command_line() -> None:
-    host = this_host((1,), ["mlx5_0=eth0", "rxe1=p1:switch"])
+    host = this_host(Selection((1,)), ["mlx5_0=eth0", "rxe1=p1:switch"])
     assert host.node == socket.gethostname()
     assert host.devices == (Device("mlx5_0", "eth0", "device"), Device("rxe1", "p1", "switch"))
-    assert this_host((1,), []).devices is None
+    assert this_host(Selection((1,)), []).devices is None
 
 
 @pytest.mark.parametrize("text", ["eth0", "=eth0", "mlx5_0=", "mlx5_0=eth0:up"])
 def test_a_bad_tap_is_named(text: str) -> None:
     with pytest.raises(UsageError, match="--tap"):
-        this_host((1,), [text])
+        this_host(Selection((1,)), [text])

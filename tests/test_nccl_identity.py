@@ -87,7 +87,15 @@ def test_the_real_library() -> None:
         assert elf.build_id() == "466b18565ce024026b79a3c426714b8ebdd62cd8"
         assert rank_offset(code, elf.machine) == 0x24D8
         assert nccl.version(elf.section(".rodata")) == lab_nccl.VERSION
-    since_2_28 = {"ncclAlltoAll", "ncclGather", "ncclScatter"}
-    assert found.keys() - set(ACCESSORS) == {
-        name for name in nccl.PROBES if not name.endswith("Config") and name not in since_2_28
+    later = {
+        "ncclAlltoAll",
+        "ncclGather",
+        "ncclScatter",
+        "ncclDevCommCreate",
+        "ncclCommGrow",
+        "ncclCommShrink",
     }
+    later |= {"ncclCommInitRankScalable"} | {name for name in nccl.PROBES if name.endswith("duceConfig")}
+    later |= {f"nccl{kind}Config" for kind in ("AllGather", "ReduceScatter", "Broadcast", "AlltoAll")}
+    later |= {"ncclGatherConfig", "ncclScatterConfig"}
+    assert found.keys() - set(ACCESSORS) == nccl.PROBES.keys() - later

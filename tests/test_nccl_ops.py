@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pulse_bpf.probes.events import CALLS, COMM_GONE, EVENT_VERSION, NCCL_EVENT
-from pulse_bpf.probes.nccl import NcclDecoder
+from pulse_bpf.probes.decode import NcclDecoder
+from pulse_bpf.probes.events import EVENT_VERSION, KINDS, NCCL_EVENT, NO_SEQ, NcclCall
 from pulse_bpf.schema import COMMS, NCCL_DTYPES, OPS, PER_RANK_KINDS, comm_id
 
 WALL_OFFSET_NS = 1_700_000_000_000_000_000
@@ -21,7 +21,8 @@ NO_IDENTITY = (0, 0, 0, 0)
 
 
 def event(kind: int, **fields: int) -> dict[str, int]:
-    return {"version": EVENT_VERSION, "kind": kind, "tgid": 10, "comm_ptr": 0x1000, "peer": -1, **fields}
+    plain = {"version": EVENT_VERSION, "tgid": 10, "comm_ptr": 0x1000, "peer": -1, "nccl_seq": NO_SEQ}
+    return {"kind": kind, **plain, **fields}
 
 
 def batch(*events: dict[str, int]) -> NDArray[np.void]:
@@ -40,15 +41,19 @@ def decode(*events: dict[str, int]) -> pl.DataFrame:
     return NcclDecoder(NODES, WALL_OFFSET_NS).ops(batch(*events))
 
 
+def comms_of(decoder: NcclDecoder) -> pl.DataFrame:
+    return decoder.communicators.frame().drop("file")
+
+
 def test_no_events() -> None:
     decoder = NcclDecoder(NODES, WALL_OFFSET_NS)
     assert decoder.ops(batch()).schema == OPS
-    assert decoder.comms().schema == COMMS
+    assert comms_of(decoder).schema == COMMS
 
 
 def test_one_call() -> None:
     fields = {"count": 1000, "dtype": 7, "stream": 5, "tid": 11, "mono_ns": 17, "group": 9}
-    (row,) = decode(event(CALLS.index("AllGather"), **fields, **known())).to_dicts()
+    (row,) = decode(event(KINDS.index("AllGather"), **fields, **known())).to_dicts()
     nothing = dict.fromkeys(("peer", "return_ns", "launch_ns", "status", "nccl_seq"))
     assert row == {
         "node": "node1",
@@ -89,11 +94,11 @@ def test_what_looks_like_no_identity_is_none(broken: dict[str, int]) -> None:
     (row,) = decoder.ops(batch(event(0, count=2, dtype=7, **{**known(), **broken}))).to_dicts()
     assert [row[name] for name in ("comm_id", "rank", "nranks", "gpu")] == [None] * 4
     assert row["bytes"] == 8
-    assert decoder.comms().is_empty()
+    assert comms_of(decoder).is_empty()
 
 
 def test_a_size_that_needs_an_unknown_number_of_ranks_is_unknown() -> None:
-    frame = decode(event(CALLS.index("AllGather"), count=2, dtype=7), event(0, count=2, dtype=99))
+    frame = decode(event(KINDS.index("AllGather"), count=2, dtype=7), event(0, count=2, dtype=99))
     assert frame["bytes"].to_list() == [None, None]
     assert frame["dtype"].to_list() == ["float32", "unknown:99"]
 
@@ -103,18 +108,18 @@ def test_a_call_after_the_end_begins_a_new_communicator() -> None:
     calls = [
         event(0, mono_ns=1),
         event(0, mono_ns=2),
-        event(COMM_GONE, mono_ns=3),
-        event(COMM_GONE, mono_ns=4),
+        event(NcclCall.COMM_GONE, mono_ns=3),
+        event(NcclCall.COMM_GONE, mono_ns=4),
     ]
     decoder.ops(batch(*({**call, **known()} for call in calls)))
     again = decoder.ops(batch(event(0, mono_ns=5, **known()), event(0, mono_ns=6, **known())))
     assert again["seq"].to_list() == [0, 1]
-    comms = decoder.comms().select("first_seen_ns", "gone_ns") - WALL_OFFSET_NS
+    comms = comms_of(decoder).select("first_seen_ns", "gone_ns") - WALL_OFFSET_NS
     assert comms.rows() == [(1, 3), (5, None)]
 
 
 def test_a_reused_address_has_forgotten_the_identity_before_in_one_batch_or_two() -> None:
-    ends = event(COMM_GONE, **known(comm_hash=1))
+    ends = event(NcclCall.COMM_GONE, **known(comm_hash=1))
     reused = [event(0), event(0, **known(comm_hash=2))]
     one, two = (NcclDecoder(NODES, WALL_OFFSET_NS) for _ in range(2))
     assert one.ops(batch(ends, *reused))["seq"].to_list() == [0, 1]
@@ -126,7 +131,7 @@ def test_another_identity_at_the_same_address_is_another_communicator() -> None:
     decoder = NcclDecoder(NODES, WALL_OFFSET_NS)
     frame = decoder.ops(batch(*(event(0, **known(comm_hash=value)) for value in (1, 1, 2, 2, 2))))
     assert frame["seq"].to_list() == [0, 1, 0, 1, 2]
-    assert decoder.comms()["comm_id"].to_list() == [comm_id(1, 8), comm_id(2, 8)]
+    assert comms_of(decoder)["comm_id"].to_list() == [comm_id(1, 8), comm_id(2, 8)]
 
 
 def test_an_unreadable_identity_does_not_split_a_communicator() -> None:
@@ -139,7 +144,7 @@ def test_the_end_of_a_process_ends_its_communicators() -> None:
     decoder = NcclDecoder(NODES, WALL_OFFSET_NS)
     decoder.ops(batch(event(0, **known()), event(0, tgid=20, **known(rank=4))))
     decoder.end_process(10, WALL_OFFSET_NS + 99)
-    ended = dict(decoder.comms().select("pid", "gone_ns").iter_rows())
+    ended = dict(comms_of(decoder).select("pid", "gone_ns").iter_rows())
     assert ended == {10: WALL_OFFSET_NS + 99, 20: None}
 
 
@@ -149,13 +154,13 @@ def test_two_living_communicators_claiming_one_rank_are_ambiguous() -> None:
     decoder.ops(
         batch(*twins, event(0, tgid=20, **known(rank=4)), event(0, tgid=20, comm_ptr=9, **known(nranks=9)))
     )
-    flags = {(row["rank"], row["nranks"]): row["ambiguous"] for row in decoder.comms().to_dicts()}
+    flags = {(row["rank"], row["nranks"]): row["ambiguous"] for row in comms_of(decoder).to_dicts()}
     assert flags == {(3, 8): True, (4, 8): True, (3, 9): False}
 
 
 def test_records_that_are_not_understood_are_counted() -> None:
     decoder = NcclDecoder(NODES, WALL_OFFSET_NS)
-    strange = [event(COMM_GONE + 1), event(0, version=EVENT_VERSION + 1), event(0)]
+    strange = [event(NcclCall.GROUP_START), event(0, version=EVENT_VERSION + 1), event(0)]
     assert decoder.ops(batch(*strange)).height == 1
     assert decoder.malformed == 2
 
@@ -165,7 +170,7 @@ identities = st.sampled_from(
 )
 calls = st.fixed_dictionaries(
     {
-        "kind": st.integers(0, COMM_GONE),
+        "kind": st.integers(0, NcclCall.COMM_GONE),
         "tgid": st.sampled_from([10, 20, 30]),
         "comm_ptr": st.sampled_from([0x1000, (1 << 64) - 8]),
         "count": st.one_of(st.integers(0, 100), st.integers(0, (1 << 64) - 1)),
@@ -193,7 +198,7 @@ def test_any_calls_in_any_batches(batches: list[list[dict[str, Any]]]) -> None:
         got = decoder.ops(batch(*events))
         assert got.schema == OPS
         assert got.select(list(wanted[0]) if wanted else []).to_dicts() == wanted
-    comms = {(r["pid"], r["comm_ptr"], r["comm_id"], r["rank"]) for r in decoder.comms().to_dicts()}
+    comms = {(r["pid"], r["comm_ptr"], r["comm_id"], r["rank"]) for r in comms_of(decoder).to_dicts()}
     assert comms == expected.comms
 
 
@@ -213,7 +218,7 @@ class SlowDecoder:
         identity = tuple(call[name] for name in ("comm_hash", "rank", "nranks", "gpu"))
         comm_hash, rank, nranks, gpu = identity
         is_known = comm_hash != 0 and 0 <= rank < nranks <= 1 << 20 and 0 <= gpu < 64
-        if key in self.gone and call["kind"] != COMM_GONE:
+        if key in self.gone and call["kind"] != NcclCall.COMM_GONE:
             self.calls.pop(key, None)
             self.identity.pop(key, None)
             self.gone.discard(key)
@@ -223,12 +228,12 @@ class SlowDecoder:
         if is_known:
             self.identity[key] = identity
             self.comms.add((*key, comm_id(comm_hash, nranks), rank))
-        if call["kind"] == COMM_GONE:
+        if call["kind"] == NcclCall.COMM_GONE:
             self.gone.add(key)
             return None
         seq = self.calls.get(key, 0)
         self.calls[key] = seq + 1
-        kind = CALLS[call["kind"]]
+        kind = KINDS[call["kind"]]
         dtype, size = NCCL_DTYPES[call["dtype"]] if call["dtype"] < len(NCCL_DTYPES) else (None, None)
         ranks = (nranks if is_known else None) if kind in PER_RANK_KINDS else 1
         sized = size is not None and ranks is not None and call["count"] < 1 << 40

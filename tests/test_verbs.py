@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pulse_bpf.probes import verbs
-from pulse_bpf.probes.events import DESTROY_QP, EVENT_VERSION, MODIFY_QP, QP_EVENT
+from pulse_bpf.probes.events import EVENT_VERSION, QP_EVENT, VerbsCall
 
 NODES = {10: "node1"}
 EVERYTHING = (1 << 32) - 1
@@ -67,7 +67,7 @@ def test_calls_come_out_in_the_order_of_time() -> None:
 @settings(max_examples=100, deadline=None)
 @given(
     st.binary(min_size=QP_EVENT.itemsize, max_size=QP_EVENT.itemsize),
-    st.sampled_from([MODIFY_QP, DESTROY_QP]),
+    st.sampled_from([VerbsCall.MODIFY_QP, VerbsCall.DESTROY_QP]),
 )
 def test_any_attributes_make_a_row(content: bytes, kind: int) -> None:
     events = np.frombuffer(content, QP_EVENT).copy()
@@ -80,3 +80,9 @@ def test_any_attributes_make_a_row(content: bytes, kind: int) -> None:
     assert frame["peer_qpn"].to_list() == events["peer_qpn"].tolist()
     assert frame["timeout"].to_list() == events["timeout"].tolist()
     assert frame.select(pl.col("peer_gid").is_not_null().all()).item()
+
+
+def test_a_created_queue_pair_is_in_state_reset() -> None:
+    events = batch(1, kind=VerbsCall.CREATE_QP, nic=b"mlx5_0", qpn=7, mono_ns=5)
+    (row,) = verbs.qp_events(events, NODES, 0).to_dicts()
+    assert (row["qpn"], row["state"], row["destroyed"], row["port"]) == (7, 0, False, None)

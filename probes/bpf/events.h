@@ -3,9 +3,11 @@
 #ifndef PULSE_EVENTS_H
 #define PULSE_EVENTS_H
 
-#define EVENT_VERSION 1
+#define EVENT_VERSION 2
 
-/* The calls of NCCL, in the order of probes/events.py: CALLS. */
+/* What a probe on an NCCL library is for, in the order of probes/events.py: NcclCall. All but the
+ * last two are also kinds of records.
+ */
 enum nccl_call {
     NCCL_ALL_REDUCE,
     NCCL_ALL_GATHER,
@@ -18,11 +20,23 @@ enum nccl_call {
     NCCL_SEND,
     NCCL_RECV,
     NCCL_COMM_GONE,
+    NCCL_COMM_INIT,
+    NCCL_COMM_INIT_ALL,
+    NCCL_COMM_SPLIT, /* and Shrink */
+    NCCL_COMM_GROW,
+    NCCL_DEVICE_COMM,
+    NCCL_LAUNCH,
+    NCCL_CAPTURE,          /* of a graph that comes in registers */
+    NCCL_CAPTURE_ON_STACK, /* of a graph that comes on the stack */
+    NCCL_REPLAY,
+    NCCL_GROUP_START,
+    NCCL_GROUP_END,
 };
 
 enum verbs_call {
     VERBS_MODIFY_QP,
     VERBS_DESTROY_QP,
+    VERBS_CREATE_QP,
 };
 
 /* Begins every record. `kind` is one of the enums above, `mono_ns` is CLOCK_MONOTONIC at the entry of the
@@ -36,25 +50,35 @@ struct event_header {
     u64 mono_ns;
 };
 
-/* The 24 bytes of struct ncclComm around its rank; the last word is not used. */
+/* The 24 bytes of struct ncclComm around its rank; the last word is the NVML index, from 2.18.3 on. */
 struct comm_identity {
     u64 comm_hash;
     s32 rank;
     s32 nranks;
     s32 gpu;
-    s32 unused;
+    s32 nvml_gpu;
 };
 
-/* One call of NCCL. `group` is 0 outside a group, `peer` is -1 where the call has neither peer nor root. */
+/* One call of NCCL. `group` is 0 outside a group, `peer` is -1 where the call has neither peer nor root,
+ * `nccl_seq` is the library's own number of the call's function, all ones where unknown, `file` is which
+ * probed file it is in. The kinds that are no operators use the fields so:
+ * - COMM_INIT, _INIT_ALL, _SPLIT, _GROW: `stream` is where the caller gets the new communicators, `count` how
+ *   many, `comm_ptr` and `identity` are the communicator they are made from, if any
+ * - LAUNCH: the outermost end of `group` returned
+ * - CAPTURE, REPLAY: `stream` is the plan of a CUDA graph's launch, `comm_ptr` its communicator
+ */
 struct nccl_event {
     struct event_header header;
     u64 comm_ptr;
     u64 count;
     u64 stream;
     u64 group;
+    u64 nccl_seq;
     struct comm_identity identity;
     u32 dtype;
     s32 peer;
+    u32 file;
+    u8 unused[4];
 };
 
 /* One call that changes a queue pair. `mask` says which of the attributes are given (enum ibv_qp_attr_mask).

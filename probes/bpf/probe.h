@@ -12,8 +12,7 @@ BPF_HASH(watched, u32, u8, 65536);
 BPF_PERCPU_ARRAY(dropped, u64, 1);
 BPF_RINGBUF_OUTPUT(events, RING_BYTES / PAGE_SIZE);
 
-static __always_inline bool is_watched(void) {
-    u32 tgid = bpf_get_current_pid_tgid() >> 32;
+static __always_inline bool is_watched(u32 tgid) {
     return watched.lookup(&tgid) != NULL;
 }
 
@@ -24,13 +23,13 @@ static __always_inline void count_drop(void) {
         *count += 1;
 }
 
-static __always_inline void fill_header(struct event_header *header, u16 kind) {
-    u64 id = bpf_get_current_pid_tgid();
+/* `task` is what bpf_get_current_pid_tgid returns. */
+static __always_inline void fill_header(struct event_header *header, u64 task, u16 kind) {
     header->version = EVENT_VERSION;
     header->kind = kind;
     header->cpu = bpf_get_smp_processor_id();
-    header->tgid = id >> 32;
-    header->tid = id;
+    header->tgid = task >> 32;
+    header->tid = task;
     header->mono_ns = bpf_ktime_get_ns();
 }
 

@@ -1,4 +1,5 @@
-/* Entries of ibv_modify_qp and ibv_destroy_qp at their default version: which queue pair talks to whom.
+/* ibv_create_qp, ibv_modify_qp and ibv_destroy_qp at their default version: which queue pair talks to whom. A
+ * place's cookie is its enum verbs_call.
  *
  * Offsets are those of rdma-core's <infiniband/verbs.h> on 64-bit machines, part of its stable ABI
  * (IBVERBS_1.1); a test compares them with the installed header. What is seen is the request: a call that
@@ -26,16 +27,14 @@
 #define READ_USER(target, base, offset)                                                                      \
     bpf_probe_read_user(&(target), sizeof(target), (void *)((base) + (offset)))
 
-static __always_inline struct qp_event *reserve(u16 call, u64 qp) {
-    if (!is_watched())
-        return NULL;
+static __always_inline struct qp_event *reserve(u64 task, u16 call, u64 qp) {
     struct qp_event *event = events.ringbuf_reserve(sizeof(struct qp_event));
     if (!event) {
         count_drop();
         return NULL;
     }
     __builtin_memset(event, 0, sizeof(*event));
-    fill_header(&event->header, call);
+    fill_header(&event->header, task, call);
     u64 context = 0, device = 0;
     u32 type = 0;
     READ_USER(event->qpn, qp, IBV_QP_QP_NUM);
@@ -47,12 +46,8 @@ static __always_inline struct qp_event *reserve(u16 call, u64 qp) {
     return event;
 }
 
-int ibv_modify_qp(struct pt_regs *ctx) {
-    u64 attributes = PT_REGS_PARM2(ctx);
-    struct qp_event *event = reserve(VERBS_MODIFY_QP, PT_REGS_PARM1(ctx));
-    if (!event)
-        return 0;
-    event->mask = PT_REGS_PARM3(ctx);
+static __always_inline void fill_attributes(struct qp_event *event, u64 attributes, u32 mask) {
+    event->mask = mask;
     READ_USER(event->state, attributes, IBV_QP_ATTR_QP_STATE);
     READ_USER(event->path_mtu, attributes, IBV_QP_ATTR_PATH_MTU);
     READ_USER(event->peer_qpn, attributes, IBV_QP_ATTR_DEST_QP_NUM);
@@ -64,12 +59,32 @@ int ibv_modify_qp(struct pt_regs *ctx) {
     READ_USER(event->port, attributes, IBV_QP_ATTR_PORT_NUM);
     READ_USER(event->timeout, attributes, IBV_QP_ATTR_TIMEOUT);
     READ_USER(event->retry_count, attributes, IBV_QP_ATTR_RETRY_CNT);
+}
+
+int on_entry(struct pt_regs *ctx) {
+    u64 task = bpf_get_current_pid_tgid();
+    if (!is_watched(task >> 32))
+        return 0;
+    u8 call = bpf_get_attach_cookie(ctx);
+    struct qp_event *event = reserve(task, call, PT_REGS_PARM1(ctx));
+    if (!event)
+        return 0;
+    if (call == VERBS_MODIFY_QP)
+        fill_attributes(event, PT_REGS_PARM2(ctx), PT_REGS_PARM3(ctx));
     events.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
     return 0;
 }
 
-int ibv_destroy_qp(struct pt_regs *ctx) {
-    struct qp_event *event = reserve(VERBS_DESTROY_QP, PT_REGS_PARM1(ctx));
+/* Entry and return of ibv_create_qp; see on_group_end in nccl.c. */
+int on_create(struct pt_regs *ctx) {
+    u64 task = bpf_get_current_pid_tgid();
+    bool is_entry = PT_REGS_IP(ctx) == bpf_get_func_ip(ctx);
+    if (!is_watched(task >> 32))
+        return is_entry;
+    u64 qp = PT_REGS_RC(ctx);
+    if (is_entry || !qp)
+        return 0;
+    struct qp_event *event = reserve(task, VERBS_CREATE_QP, qp);
     if (event)
         events.ringbuf_submit(event, BPF_RB_NO_WAKEUP);
     return 0;

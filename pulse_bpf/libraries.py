@@ -1,0 +1,113 @@
+"""What there is to probe in a file that a process maps: an NCCL or a libibverbs, and where its functions are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pulse_bpf.elf import Elf, Function
+from pulse_bpf.entry import entry_of
+from pulse_bpf.errors import AttachError
+from pulse_bpf.probes import nccl, verbs
+from pulse_bpf.probes.events import NcclCall
+from pulse_bpf.probes.identity import ACCESSORS, rank_offset
+from pulse_bpf.targets import NCCL_MARKERS, MappedFile
+
+Kind = Literal["nccl", "verbs"]
+
+
+@dataclass(frozen=True)
+class Library:
+    """A file with something to probe.
+
+    `cookies` has the file offset of every place to probe at its entry, with what the probe is told; a place in `needs`
+    only if the one it maps to is probed too. `returns` is the one function whose return is worth a look, its offset and
+    cookie. `rank_at` is the offset of a communicator's rank, 0 when it could not be found. `problems` says what cannot
+    be observed.
+    """
+
+    kind: Kind
+    build_id: str | None
+    version: str | None
+    rank_at: int
+    cookies: Mapping[int, int]
+    needs: Mapping[int, int]
+    returns: tuple[int, int] | None
+    problems: tuple[str, ...]
+
+
+def examine(file: MappedFile, number: int) -> Library | None:
+    """What `file` has to probe, its cookies marked with `number`; None when that is nothing, or it cannot be read."""
+    try:
+        with Elf(file.opened_by) as elf:
+            functions = elf.functions([*nccl.PROBES, *verbs.PROBES, *verbs.RETURNS, *ACCESSORS])
+            if functions.keys() >= NCCL_MARKERS:
+                return _nccl(file, elf, functions, number)
+            if functions.keys() & verbs.PROBES.keys():
+                return _verbs(file, elf, functions)
+    except AttachError:
+        pass
+    return None
+
+
+def _nccl(file: MappedFile, elf: Elf, functions: Mapping[str, Function], number: int) -> Library:
+    version = nccl.version(elf.section(".rodata"))
+    if version is None:
+        # Each of its calls will arrive once more at the NCCL behind it.
+        problem = f"{file.path} defines NCCL's calls but states no version: not NCCL itself"
+        return Library("nccl", elf.build_id(), None, 0, {}, {}, None, (problem,))
+    problems = []
+    try:
+        code = {name: elf.code(functions[name]) for name in ACCESSORS if name in functions}
+        rank_at = rank_offset(code, elf.machine)
+    except AttachError as error:
+        rank_at = 0
+        problems.append(str(error))
+    places, unfit = _places(file, elf, {name: functions[name] for name in nccl.PROBES if name in functions})
+    cookies: dict[int, int] = {}
+    # Two names of one function would count each call twice.
+    for name, offset in places.items():
+        cookies.setdefault(offset, nccl.cookie(nccl.PROBES[name], number, rank_at))
+    start, end = places.get(nccl.GROUP_START), places.get(nccl.GROUP_END)
+    needs = {start: end} if start is not None and end is not None else {}
+    if start is not None and end is None:
+        # Every later call would seem to be in that group.
+        del cookies[start]
+    returns = None if end is None else (end, nccl.cookie(NcclCall.LAUNCH, number, 0))
+    return Library("nccl", elf.build_id(), version, rank_at, cookies, needs, returns, (*problems, *unfit))
+
+
+def _verbs(file: MappedFile, elf: Elf, functions: Mapping[str, Function]) -> Library:
+    calls = verbs.PROBES | verbs.RETURNS
+    places, problems = _places(file, elf, {name: functions[name] for name in calls if name in functions})
+    cookies = {places[name]: int(call) for name, call in verbs.PROBES.items() if name in places}
+    returns = [(places[name], int(call)) for name, call in verbs.RETURNS.items() if name in places]
+    return Library(
+        "verbs", elf.build_id(), None, 0, cookies, {}, returns[0] if returns else None, tuple(problems)
+    )
+
+
+def _places(
+    file: MappedFile, elf: Elf, functions: Mapping[str, Function]
+) -> tuple[dict[str, int], list[str]]:
+    """The file offset for an entry probe on each function, and why some are left out."""
+    places, problems = {}, []
+    for name, function in functions.items():
+        try:
+            entry = entry_of(elf.code(function), function.offset, elf.machine)
+        except AttachError as error:
+            problems.append(f"{name} of {file.path} cannot be probed: {error}")
+            continue
+        if not file.runs(entry.offset):
+            problems.append(
+                f"{name} of {file.path} is not observable: the process runs a copy of it in memory, not the file's"
+            )
+        elif name in nccl.HOT and not entry.emulated:
+            problems.append(
+                f"{name} of {file.path} is not probed: it begins with '{entry.instruction}', which the kernel would "
+                "single-step at every call"
+            )
+        else:
+            places[name] = entry.offset
+    return places, problems

@@ -1,0 +1,278 @@
+"""All probes of one recording: which processes are watched, what their libraries call, and what that means."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from pulse_bpf.attach import Program
+from pulse_bpf.errors import AttachError, NoNcclError
+from pulse_bpf.libraries import Kind, Library, examine
+from pulse_bpf.nic import Tables
+from pulse_bpf.probes import BPF_DIRECTORY, verbs
+from pulse_bpf.probes.decode import NcclDecoder
+from pulse_bpf.probes.events import NCCL_EVENT, NCCL_RING_BYTES, QP_EVENT, VERBS_RING_BYTES
+from pulse_bpf.ring import Ring
+from pulse_bpf.schema import LIBRARIES, PROCESSES
+from pulse_bpf.targets import MappedFile, Process, is_alive, mapped_files, read_process, start_ns
+
+_Identity = tuple[int, int]
+_SOURCES: dict[Kind, tuple[str, int, np.dtype[np.void], str]] = {
+    "nccl": ("nccl.c", NCCL_RING_BYTES, NCCL_EVENT, "on_group_end"),
+    "verbs": ("verbs.c", VERBS_RING_BYTES, QP_EVENT, "on_create"),
+}
+
+
+@dataclass
+class ProbedFile:
+    """A file with probes on it: what it is, who maps it, and which of its places are probed."""
+
+    number: int
+    file: MappedFile
+    library: Library
+    refused: dict[int, AttachError]
+    pids: set[int] = field(default_factory=set)
+    session: int | None = None
+
+    @property
+    def attached(self) -> int:
+        """How many places are probed."""
+        return len(self.library.cookies) - len(self.refused)
+
+
+@dataclass
+class Watched:
+    """A process that is, or was, recorded."""
+
+    process: Process
+    node: str
+    start_ns: int
+    gone_ns: int | None = None
+
+
+class ProbeSet:
+    """The probes on all NCCL and libibverbs files of some processes, and what came of them.
+
+    `wall_offset_ns` plus a CLOCK_MONOTONIC time is wall clock. Each distinct file is probed once, for whoever maps it,
+    and a filter in the kernel lets only added processes through. Nothing is compiled or attached before add().
+    """
+
+    def __init__(self, wall_offset_ns: int) -> None:
+        self._wall_offset_ns = wall_offset_ns
+        self._nodes: dict[int, str] = {}
+        self._decoder = NcclDecoder(self._nodes, wall_offset_ns)
+        self._programs: dict[Kind, Program] = {}
+        self._rings: dict[Kind, Ring] = {}
+        self._drained: list[NDArray[np.void]] = []
+        self._files: dict[_Identity, ProbedFile | None] = {}
+        self._watched: list[Watched] = []
+        self._current: dict[int, Watched] = {}
+        self._libraries: dict[tuple[int, int, str], dict[str, object]] = {}
+        self._lost_before_close: int | None = None
+
+    def add(self, pid: int, node: str) -> None:
+        """Records process `pid` of `node` from now on; once more when what it maps may have changed.
+
+        NoNcclError when it maps no NCCL, AttachError when it has ended or its NCCL cannot be probed, HostError when
+        this host refuses probes.
+        """
+        process = read_process(pid)
+        files = mapped_files(pid)
+        known = self._current.get(pid)
+        if known and known.process.start_ticks != process.start_ticks:
+            self._end(known)
+            known = None
+        for file in files:
+            self._probe(file)
+        probed = {file: found for file in files if (found := self._files[file.identity])}
+        if not known and not any(
+            found.library.kind == "nccl" and found.attached for found in probed.values()
+        ):
+            problems = [problem for found in probed.values() for problem in _problems(found)]
+            what = f"process {pid} has no NCCL to probe"
+            if problems:
+                raise AttachError(what, problems[0])
+            raise NoNcclError(what, f"none of the {len(files)} files it maps defines NCCL's calls")
+        self._nodes[pid] = node
+        if known:
+            known.process = process
+        else:
+            known = Watched(process, node, start_ns(process, self._wall_offset_ns))
+            self._watched.append(known)
+            self._current[pid] = known
+        for file, found in probed.items():
+            found.pids.add(pid)
+            found.file = file
+            row = {"node": node, "pid": pid, "path": file.path, "build_id": found.library.build_id}
+            row |= {
+                "version": found.library.version,
+                "transport": "verbs" if found.library.kind == "verbs" else None,
+            }
+            self._libraries[pid, known.start_ns, file.path] = row
+        # Before the process is let through.
+        self._decide_returns()
+        # Programs may have come with this process that do not know the earlier ones yet.
+        for program in self._programs.values():
+            for watched in self._current:
+                program.set_hash("watched", watched.to_bytes(4, "little"), b"\1")
+
+    def drain(self) -> None:
+        """Empties the ring buffer of calls, which `read` then needs no more often than rows are wanted."""
+        if "nccl" in self._rings:
+            self._drained.append(self._rings["nccl"].read())
+
+    def read(self, until_ns: int | None = None) -> Tables:
+        """The operators called since the last read, as rows of `ops`; those after `until_ns` (CLOCK_MONOTONIC) later.
+
+        What is known of the time behind `until_ns` tells which operators were captured, and when they were launched.
+        """
+        self.drain()
+        events = np.concatenate([np.empty(0, NCCL_EVENT), *self._drained])
+        self._drained.clear()
+        if until_ns is None:
+            return {"ops": self._decoder.ops(events)}
+        due = events["mono_ns"] < until_ns
+        self._drained.append(events[~due])
+        return {"ops": self._decoder.ops(events[due], events[~due])}
+
+    def qp_events(self) -> pl.DataFrame:
+        """What processes did to their queue pairs since the last call, in the columns of verbs.QP_EVENTS."""
+        ring = self._rings.get("verbs")
+        events = ring.read() if ring else np.empty(0, QP_EVENT)
+        return verbs.qp_events(events, self._nodes, self._wall_offset_ns)
+
+    def state(self) -> Tables:
+        """All of `comms`, `processes` and `libraries` as known by now."""
+        self._look_again()
+        processes = [
+            {
+                "node": watched.node,
+                "pid": watched.process.pid,
+                "start_ns": watched.start_ns,
+                "gone_ns": watched.gone_ns,
+                "exe": watched.process.exe,
+                "container": watched.process.container,
+                "job": watched.process.job,
+            }
+            for watched in self._watched
+        ]
+        return {
+            "comms": self._decoder.communicators.frame().drop("file"),
+            "processes": pl.DataFrame(processes, PROCESSES),
+            "libraries": pl.DataFrame(list(self._libraries.values()), LIBRARIES),
+        }
+
+    @property
+    def running(self) -> int:
+        """How many added processes had not ended when `state` was last asked."""
+        return len(self._current)
+
+    @property
+    def lost(self) -> int:
+        """Events dropped because a ring was full, or not understood."""
+        if self._lost_before_close is not None:
+            return self._lost_before_close
+        dropped = sum(program.percpu_sum("dropped", 0) for program in self._programs.values())
+        return dropped + self._decoder.malformed
+
+    def summary(self) -> dict[str, Any]:
+        """For the manifest: what is probed in each file, what could not be, and how many events were lost."""
+        files = [
+            {
+                "path": probed.file.path,
+                "kind": probed.library.kind,
+                "build_id": probed.library.build_id,
+                "version": probed.library.version,
+                "attached": probed.attached,
+                "wanted": len(probed.library.cookies),
+                "returns": probed.session is not None,
+                "problems": _problems(probed),
+            }
+            for probed in self._files.values()
+            if probed
+        ]
+        return {"files": files, "lost": self.lost, "unknown_replays": self._decoder.unknown_replays}
+
+    def close(self) -> None:
+        """Takes every probe off; may be called more than once."""
+        try:
+            self._lost_before_close = self.lost
+        finally:
+            for program in self._programs.values():
+                program.close()
+            self._programs.clear()
+
+    def _probe(self, file: MappedFile) -> None:
+        """Probes whatever `file` defines, once."""
+        known = self._files.get(file.identity)
+        # A failure may have been that process's: its end, its root directory.
+        if file.identity in self._files and not (known and not known.attached):
+            return
+        number = known.number if known else sum(found is not None for found in self._files.values())
+        library = examine(file, number)
+        if not library:
+            self._files[file.identity] = None
+            return
+        refused = {}
+        if library.cookies:
+            program = self._program(library.kind)
+            refused = program.attach_uprobes(file.opened_by, library.cookies, "on_entry", library.needs)
+        self._files[file.identity] = ProbedFile(number, file, library, refused)
+
+    def _program(self, kind: Kind) -> Program:
+        if kind not in self._programs:
+            source, ring_bytes, dtype, _ = _SOURCES[kind]
+            self._programs[kind] = Program(BPF_DIRECTORY / source, {"RING_BYTES": ring_bytes})
+            self._rings[kind] = self._programs[kind].ring("events", dtype)
+        return self._programs[kind]
+
+    def _decide_returns(self) -> None:
+        """Looks at returns in the files that no recorded process with a seccomp filter maps, and in no other.
+
+        A return probe can make the return from a function a system call, for which a filter may kill the process.
+        """
+        for probed in filter(None, self._files.values()):
+            program = self._programs.get(probed.library.kind)
+            if not program:
+                continue
+            filtered = any(self._current[pid].process.filtered for pid in probed.pids)
+            allowed = probed.attached > 0 and bool(probed.pids) and not filtered
+            if allowed and probed.session is None and probed.library.returns:
+                function = _SOURCES[probed.library.kind][3]
+                probed.session = program.attach_session(
+                    probed.file.opened_by, *probed.library.returns, function
+                )
+            elif not allowed and probed.session is not None:
+                program.detach(probed.session)
+                probed.session = None
+
+    def _look_again(self) -> None:
+        """Notes which processes have ended, and which have put a seccomp filter on since."""
+        for watched in list(self._current.values()):
+            try:
+                if is_alive(watched.process):
+                    watched.process = read_process(watched.process.pid)
+                else:
+                    self._end(watched)
+            except AttachError:
+                self._end(watched)
+        self._decide_returns()
+
+    def _end(self, watched: Watched) -> None:
+        pid = watched.process.pid
+        watched.gone_ns = time.monotonic_ns() + self._wall_offset_ns
+        del self._current[pid]
+        for probed in filter(None, self._files.values()):
+            probed.pids.discard(pid)
+        self._decoder.end_process(pid, watched.gone_ns)
+        for program in self._programs.values():
+            program.delete_hash("watched", pid.to_bytes(4, "little"))
+
+
+def _problems(probed: ProbedFile) -> list[str]:
+    return [*probed.library.problems, *(str(error) for error in probed.refused.values())]
