@@ -38,47 +38,46 @@ FUNCTIONS = (
     *("AlltoAll", "Scatter", "Gather", "AllGatherV", "PutSignal", "Signal", "WaitSignal"),
 )
 
-# One row a layout, in hexadecimal: the fields of Layout in their order, then the releases that have it.
+# One row a layout, in hexadecimal: has_magic, graph_on_stack, form of struct ncclProxyOp, has PAT, the other fields of
+# Layout in their order, and the releases that have it.
 _TABLE = """
-  23d8   2b78   247c   2490   24c0 90 118 10 30  ec      0 20 0 0 0 0 2.18.1
-  23d8   2ba8   2484   2498   24c8 90 118 10 30  ec      0 20 0 0 0 0 2.18.3 2.18.5
-  24d8   2ca8   2584   2598   25c8 90 120 18 38  f4      0 20 0 0 0 0 2.18.6
-  23d8   2c50   2484   2498   24c8 90 118 10 30  ec      0 20 0 0 0 0 2.19.1
-  24d8   2d50   2584   2598   25c8 90 120 18 38  f4      0 20 0 0 0 0 2.19.3
-  24d8   2d20   2584   2598   25c8 90 120 18 38  f4      0 20 0 0 0 0 2.19.4
-  28d8   3360   2984   2998   29c8 90 140 18 38 114      0 10 0 0 1 0 2.20.3 2.20.5
-  34e0   3fa0   358c   35a0   35e8 98 1a0 18 38 174      0 10 1 0 2 0 2.21.5
- 34250  35980  34304  34318  34360 98 1a0 18 38 174      0 10 1 0 2 0 2.22.3
- 3c4a8  3dce0  3c55c  3c570  3c5b8 98 1a0 18 38 174      0 10 1 0 2 1 2.23.4
- 3c4a8  3dad0  3c55c  3c570  3c5c0 98 1a0 18 38 174      0 10 1 0 3 1 2.24.3
- 784a8  7a550  7855c  78570  785c0 98 198 18 38 16c      0 10 1 0 3 1 2.25.1
- 784b8  7bb80  7856c  78580  785d0 a0 198 18 38 16c  7a510 10 1 1 3 1 2.26.2 2.26.3 2.26.5 2.26.6
-1044b8 107c00 10456c 104580 1045d0 a0 198 18 38 16c 106550 10 1 1 3 1 2.27.3 2.27.5 2.27.6 2.27.7
-1044c8 1081d8 10457c 104598 1045f8 a0 198 18 38 16c 106a08 10 1 1 4 1 2.28.3
-1044d0 108658 104584 1045a0 104600 a0 198 18 38 16c 106a10 10 1 1 4 1 2.28.7 2.28.9
-1046d8 108d88 10478c 1047a8 104808 a0 1a0 18 40 174 106e78 10 1 1 4 1 2.29.2 2.29.3
-1206d8 124de8 12078c 1207a8 120808 a0 1a0 18 40 174 122e78 10 1 1 4 1 2.29.7
-1206e0 124e70 120794 1207b0 120810 a0 1a0 18 40 174 122e88 10 1 1 4 1 2.30.3 2.30.4
-1206f0 124e80 1207a4 1207c0 120820 a0 1a0 18 40 174 122e98 10 1 1 4 1 2.30.7
-1206e8 1241f8 1207a8 1207c0 120828 a0 1a0 18 40 174 123748 10 1 1 4 1 2.32.3
+0 0 0 0   23d8   2b78   247c   2490   24c0 90 118 10 30  ec      0 20 2.18.1
+0 0 0 0   23d8   2ba8   2484   2498   24c8 90 118 10 30  ec      0 20 2.18.3 2.18.5
+0 0 0 0   24d8   2ca8   2584   2598   25c8 90 120 18 38  f4      0 20 2.18.6
+0 0 0 0   23d8   2c50   2484   2498   24c8 90 118 10 30  ec      0 20 2.19.1
+0 0 0 0   24d8   2d50   2584   2598   25c8 90 120 18 38  f4      0 20 2.19.3
+0 0 0 0   24d8   2d20   2584   2598   25c8 90 120 18 38  f4      0 20 2.19.4
+0 0 1 0   28d8   3360   2984   2998   29c8 90 140 18 38 114      0 10 2.20.3 2.20.5
+1 0 2 0   34e0   3fa0   358c   35a0   35e8 98 1a0 18 38 174      0 10 2.21.5
+1 0 2 0  34250  35980  34304  34318  34360 98 1a0 18 38 174      0 10 2.22.3
+1 0 2 1  3c4a8  3dce0  3c55c  3c570  3c5b8 98 1a0 18 38 174      0 10 2.23.4
+1 0 3 1  3c4a8  3dad0  3c55c  3c570  3c5c0 98 1a0 18 38 174      0 10 2.24.3
+1 0 3 1  784a8  7a550  7855c  78570  785c0 98 198 18 38 16c      0 10 2.25.1
+1 1 3 1  784b8  7bb80  7856c  78580  785d0 a0 198 18 38 16c  7a510 10 2.26.2 2.26.3 2.26.5 2.26.6
+1 1 3 1 1044b8 107c00 10456c 104580 1045d0 a0 198 18 38 16c 106550 10 2.27.3 2.27.5 2.27.6 2.27.7
+1 1 4 1 1044c8 1081d8 10457c 104598 1045f8 a0 198 18 38 16c 106a08 10 2.28.3
+1 1 4 1 1044d0 108658 104584 1045a0 104600 a0 198 18 38 16c 106a10 10 2.28.7 2.28.9
+1 1 4 1 1046d8 108d88 10478c 1047a8 104808 a0 1a0 18 40 174 106e78 10 2.29.2 2.29.3
+1 1 4 1 1206d8 124de8 12078c 1207a8 120808 a0 1a0 18 40 174 122e78 10 2.29.7
+1 1 4 1 1206e0 124e70 120794 1207b0 120810 a0 1a0 18 40 174 122e88 10 2.30.3 2.30.4
+1 1 4 1 1206f0 124e80 1207a4 1207c0 120820 a0 1a0 18 40 174 122e98 10 2.30.7
+1 1 4 1 1206e8 1241f8 1207a8 1207c0 120828 a0 1a0 18 40 174 123748 10 2.32.3
 """
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets in bytes of one release's structures; `seq_at` is 0 where the release keeps no count.
+    """Offsets and sizes in bytes of one release's structures."""
 
-    Of struct ncclComm: `rank_at`, `comm_bytes` (its size; since 2.21 it begins and ends with a magic number,
-    `has_magic`), `node_at` (node, nNodes, localRank, localRanks: i32 in a row), `rank_to_node_at` (pointer to i32 per
-    rank), `nchannels_at` (i32), `channels_at` (struct ncclChannel[], each `channel_bytes`), `seq_at` (seqNumber: u64
-    per function, in the order of FUNCTIONS). seqNumber counts a collective when it is launched, and none in CUDA
-    graphs; it is also in 2.23 to 2.25, but moves there only for a profiler. Of struct ncclChannel: `ring_at` (prev and
-    next i32, pointer to the ranks in ring order from this one on), `tree_at` (depth and up i32, three i32 down),
-    `channel_id_at` (i32: its number once it is set up). Of struct ncclKernelPlan: `plan_comm_at` (pointer to its
-    communicator). `graph_on_stack`: struct ncclCudaGraph is larger than 16 bytes, so that as an argument it takes no
-    registers. `proxy_op`: the first PROXY_OP_BYTES of struct ncclProxyOp. `algorithms`: by its `pattern`.
-    """
-
+    # ncclComm begins and ends with a magic number.
+    has_magic: bool
+    # ncclCudaGraph has more than 16 bytes: as an argument it is on the stack and takes no registers.
+    graph_on_stack: bool
+    # The beginning of ncclProxyOp, and the algorithm by its `pattern`.
+    proxy_op: np.dtype[np.void]
+    algorithms: tuple[str, ...]
+    # ncclComm: its rank, its size; node, nNodes, localRank, localRanks, i32 in a row; a pointer to the node of each
+    # rank, i32; its nChannels, i32; and struct ncclChannel[] of so many bytes each.
     rank_at: int
     comm_bytes: int
     node_at: int
@@ -86,29 +85,25 @@ class Layout:
     nchannels_at: int
     channels_at: int
     channel_bytes: int
+    # ncclChannel: prev and next, i32, and a pointer to the ranks in ring order from this one on; depth, up and three
+    # down, i32; and its own number, i32, set when it is.
     ring_at: int
     tree_at: int
     channel_id_at: int
+    # ncclComm: seqNumber, u64 per function, raised at the launch of a collective that is not in a CUDA graph. 0 where
+    # there is none (before 2.23) and where it is only raised for a profiler (2.23 to 2.25).
     seq_at: int
+    # ncclKernelPlan: a pointer to its communicator.
     plan_comm_at: int
-    has_magic: bool
-    graph_on_stack: bool
-    proxy_op: np.dtype[np.void]
-    algorithms: tuple[str, ...]
 
 
 def _table() -> dict[str, Layout]:
     layouts = {}
     for line in _TABLE.strip().splitlines():
         cells = line.split()
-        *offsets, has_magic, graph_on_stack, form, has_pat = (int(cell, 16) for cell in cells[:16])
-        layout = Layout(
-            *offsets,
-            has_magic=bool(has_magic),
-            graph_on_stack=bool(graph_on_stack),
-            proxy_op=_proxy_op(_PROXY_OP_FORMS[form]),
-            algorithms=_ALGORITHMS[has_pat],
-        )
+        has_magic, graph_on_stack, form, has_pat, *offsets = (int(cell, 16) for cell in cells[:16])
+        structs = _proxy_op(_PROXY_OP_FORMS[form]), _ALGORITHMS[has_pat]
+        layout = Layout(bool(has_magic), bool(graph_on_stack), *structs, *offsets)
         layouts.update(dict.fromkeys(cells[16:], layout))
     return layouts
 
@@ -127,7 +122,7 @@ def layout_of(version: str | None, rank_at: int) -> Layout | None:
 
     None for a release that is not in the table, and where `rank_at` is not that of the release: such a build was made
     from other sources or in another way, and nothing of it is known. A build that has both right may still differ
-    behind the rank, so what is read is to be checked against itself (comm_memory.read_layout).
+    behind the rank, so what is read by it must also be checked against itself.
     """
     layout = RELEASES.get(version or "")
     return layout if layout is not None and layout.rank_at == rank_at else None
