@@ -37,7 +37,7 @@ from pulse_bpf.session import POLL_S
 
 CALLER = Path(__file__).parents[1] / "tests/targets/nccl_loop.c"
 EMPTY = "#include <uapi/linux/ptrace.h>\nint on_entry(struct pt_regs *ctx) { return 0; }\n"
-# In this release ncclSend calls ncclGroupStart and ncclGroupEnd, as a caller would: three probes, and the return of one.
+# In this release ncclSend calls ncclGroupStart and ncclGroupEnd, as a user would: three probes, and the return of one.
 OPERATORS = ("ncclAllReduce", "ncclSend")
 VARIANTS = ("none", "empty", "pulse")
 WINDOWS = 5
