@@ -218,20 +218,8 @@ class NcclLibrary:
         variable[:] = [communicator.address for communicator in made]
         return variable
 
-    def all_reduce(self, comm: FakeCommunicator, count: int, dtype: int) -> int:
-        return self.call("AllReduce", comm, count=count, dtype=dtype)
-
-    def all_gather(self, comm: FakeCommunicator, count: int, dtype: int) -> int:
-        return self.call("AllGather", comm, count=count, dtype=dtype)
-
-    def reduce_scatter(self, comm: FakeCommunicator, count: int, dtype: int) -> int:
-        return self.call("ReduceScatter", comm, count=count, dtype=dtype)
-
     def send(self, comm: FakeCommunicator, count: int, dtype: int, peer: int) -> int:
         return self.call("Send", comm, count=count, dtype=dtype, peer=peer)
-
-    def recv(self, comm: FakeCommunicator, count: int, dtype: int, peer: int) -> int:
-        return self.call("Recv", comm, count=count, dtype=dtype, peer=peer)
 
     def group_start(self) -> int:
         return self.call("GroupStart")

@@ -53,50 +53,34 @@ class Worker:
 
     def step(self, compute_s: float, spin: bool) -> None:
         """One step of training: compute and all operators; what it called is in the log when it returns."""
-        nccl, ring = self._nccl, self._ring
+        ring = self._ring
         _compute(compute_s, spin)
-        self._collective(
-            "ReduceScatter",
-            nccl.reduce_scatter,
-            ring.reduce_scatter,
-            REDUCE_SCATTER_COUNT // self._nranks,
-            _FLOAT32,
-        )
+        self._collective("ReduceScatter", ring.reduce_scatter, REDUCE_SCATTER_COUNT // self._nranks, _FLOAT32)
         _compute(BETWEEN_MS / 1e3, spin)
-        self._collective(
-            "AllGather", nccl.all_gather, ring.all_gather, ALL_GATHER_COUNT // self._nranks, _BFLOAT16
-        )
+        self._collective("AllGather", ring.all_gather, ALL_GATHER_COUNT // self._nranks, _BFLOAT16)
         _compute(BETWEEN_MS / 1e3, spin)
-        self._collective("AllReduce", nccl.all_reduce, ring.all_reduce, ALL_REDUCE_COUNT, _FLOAT32)
+        self._collective("AllReduce", ring.all_reduce, ALL_REDUCE_COUNT, _FLOAT32)
         _compute(BETWEEN_MS / 1e3, spin)
         self._all_to_all(SEND_COUNT // (self._nranks - 1), _BFLOAT16)
         self._log.flush()
         self._step += 1
 
-    def _collective(
-        self,
-        kind: str,
-        call: Callable[..., int],
-        move: Callable[[int], None],
-        count: int,
-        dtype: int,
-    ) -> None:
+    def _collective(self, kind: str, move: Callable[[int], None], count: int, dtype: int) -> None:
         before = self._ring.sent_bytes()
         call_ns = time.time_ns()
-        call(self._comm, count, dtype)
+        self._nccl.call(kind, self._comm, count=count, dtype=dtype)
         move(count * _SIZE_BYTES[dtype])
         self._write(kind, count, dtype, None, None, call_ns, self._sent_since(before))
 
     def _all_to_all(self, count: int, dtype: int) -> None:
         before = self._ring.sent_bytes()
         calls = []
-        self._nccl.group_start()
+        self._nccl.call("GroupStart")
         for peer in self._peers:
-            calls.append(("Send", peer, time.time_ns()))
-            self._nccl.send(self._comm, count, dtype, peer)
-            calls.append(("Recv", peer, time.time_ns()))
-            self._nccl.recv(self._comm, count, dtype, peer)
-        self._nccl.group_end()
+            for kind in ("Send", "Recv"):
+                calls.append((kind, peer, time.time_ns()))
+                self._nccl.call(kind, self._comm, count=count, dtype=dtype, peer=peer)
+        self._nccl.call("GroupEnd")
         self._ring.exchange(count * _SIZE_BYTES[dtype])
         sent = self._sent_since(before)
         for kind, peer, call_ns in calls:

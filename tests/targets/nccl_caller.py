@@ -65,13 +65,13 @@ class Caller:
                     if name in library.calls:
                         self._call(name, self._pair[index % 2], 1000 + 16 * loop + index, dtype)
             group = loop + 1
-            library.group_start()
+            library.call("GroupStart")
             self._call("Send", first, 1000 + loop, 7, group)
-            library.group_start()
+            library.call("GroupStart")
             self._call("Recv", first, 2000 + loop, 7, group)
-            library.group_end()
+            library.call("GroupEnd")
             self._call("Send", second, 3000 + loop, 99, group)
-            library.group_end()
+            library.call("GroupEnd")
 
     def _call(self, name: str, comm: FakeCommunicator, count: int, dtype: int, group: int = 0) -> None:
         peer = WITH_PEER.get(name.removesuffix("Config"), -1)
