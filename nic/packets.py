@@ -16,7 +16,7 @@ from pulse_bpf.errors import UsageError
 from pulse_bpf.nic import Source, Tables, Tap
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.nic.tc import TcFilters
-from pulse_bpf.schema import COVERAGE, I64, STR, U8, U32, conform
+from pulse_bpf.schema import I64, STR, U8, U32, conform
 
 # Mirrors of probes/bpf/roce.h.
 FLOW = np.dtype([("ifindex", "<u4"), ("egress", "<u4"), ("source", "<u4"), ("target", "<u4"), ("qpn", "<u4")])
@@ -147,7 +147,8 @@ class PacketReader:
             for tap in self._taps
             for direction in ("rx", "tx")
         ]
-        return pl.DataFrame(rows, schema=COVERAGE, orient="row")
+        columns = ("node", "source", "nic", "port", "direction", "first_ns", "last_ns", "lost")
+        return conform(pl.DataFrame(rows, schema=columns, orient="row"), "coverage")
 
     def counters(self) -> dict[str, int]:
         """Packets by what became of them, and bins lost, since start."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.probes.events import NcclCall
-from pulse_bpf.schema import comm_id, conform
+from pulse_bpf.schema import comm_id
 
 # What the library says of itself in each call (events.h: struct comm_identity).
 IDENTITY = ("comm_hash", "rank", "nranks", "gpu")
@@ -113,14 +113,19 @@ class Communicators:
         )
 
     def frame(self) -> pl.DataFrame:
-        """Every communicator known so far in the schema COMMS and `file`; those of unknown identity are left out."""
+        """Every communicator known so far: the columns of COMMS that calls tell, with comm_hash and `file`.
+
+        Those of unknown identity are left out.
+        """
         known = self._lives.filter(pl.col("comm_hash").is_not_null())
         alive = pl.col("gone_ns").is_null().cast(pl.UInt32)
         # Two living communicators claim one rank: their hashes collide, here and so perhaps on any other rank.
         collides = (alive.sum().over("comm_hash", "nranks", "rank") > 1).any().over("comm_hash", "nranks")
-        known = with_comm_id(known).with_columns(collides.alias("ambiguous"))
-        rows = conform(known, "comms").with_columns(known["file"])
-        return rows.sort("first_seen_ns", maintain_order=True)
+        return (
+            with_comm_id(known)
+            .with_columns(collides.alias("ambiguous"))
+            .sort("first_seen_ns", maintain_order=True)
+        )
 
     def _numbered(self, calls: pl.DataFrame) -> pl.DataFrame:
         latest = self._lives.group_by(_COMM, maintain_order=True).last()

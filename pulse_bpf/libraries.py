@@ -12,6 +12,7 @@ from pulse_bpf.errors import AttachError
 from pulse_bpf.probes import nccl, verbs
 from pulse_bpf.probes.events import NcclCall
 from pulse_bpf.probes.identity import ACCESSORS, rank_offset
+from pulse_bpf.probes.layouts import Layout, layout_of
 from pulse_bpf.targets import NCCL_MARKERS, MappedFile
 
 Kind = Literal["nccl", "verbs"]
@@ -23,18 +24,24 @@ class Library:
 
     `cookies` has the file offset of every place to probe at its entry, with what the probe is told; a place in `needs`
     only if the one it maps to is probed too. `returns` is the one function whose return is worth a look, its offset and
-    cookie. `rank_at` is the offset of a communicator's rank, 0 when it could not be found. `problems` says what cannot
-    be observed.
+    cookie. `rank_at` is where a communicator has its rank, 0 when that could not be found, `layout` what is known of
+    its release. `problems` says what cannot be observed.
     """
 
     kind: Kind
     build_id: str | None
     version: str | None
     rank_at: int
+    layout: Layout | None
     cookies: Mapping[int, int]
     needs: Mapping[int, int]
     returns: tuple[int, int] | None
     problems: tuple[str, ...]
+
+    @property
+    def makes_device_comms(self) -> bool:
+        """Whether kernels can be given communicators of their own, and are seen when they are."""
+        return any(cookie & 0xFF == NcclCall.DEVICE_COMM for cookie in self.cookies.values())
 
 
 def examine(file: MappedFile, number: int) -> Library | None:
@@ -56,7 +63,7 @@ def _nccl(file: MappedFile, elf: Elf, functions: Mapping[str, Function], number:
     if version is None:
         # Each of its calls will arrive once more at the NCCL behind it.
         problem = f"{file.path} defines NCCL's calls but states no version: not NCCL itself"
-        return Library("nccl", elf.build_id(), None, 0, {}, {}, None, (problem,))
+        return Library("nccl", elf.build_id(), None, 0, None, {}, {}, None, (problem,))
     problems = []
     try:
         code = {name: elf.code(functions[name]) for name in ACCESSORS if name in functions}
@@ -64,18 +71,39 @@ def _nccl(file: MappedFile, elf: Elf, functions: Mapping[str, Function], number:
     except AttachError as error:
         rank_at = 0
         problems.append(str(error))
+    layout = layout_of(version, rank_at)
     places, unfit = _places(file, elf, {name: functions[name] for name in nccl.PROBES if name in functions})
     cookies: dict[int, int] = {}
     # Two names of one function would count each call twice.
     for name, offset in places.items():
-        cookies.setdefault(offset, nccl.cookie(nccl.PROBES[name], number, rank_at))
+        call = nccl.PROBES[name]
+        seq_at = layout.seq_at if layout and call <= NcclCall.RECV else 0
+        cookies.setdefault(offset, nccl.cookie(call, number, rank_at, seq_at))
+    if layout:
+        cookies |= _graph_cookies(file, elf, number, layout)
     start, end = places.get(nccl.GROUP_START), places.get(nccl.GROUP_END)
     needs = {start: end} if start is not None and end is not None else {}
     if start is not None and end is None:
         # Every later call would seem to be in that group.
         del cookies[start]
     returns = None if end is None else (end, nccl.cookie(NcclCall.LAUNCH, number, 0))
-    return Library("nccl", elf.build_id(), version, rank_at, cookies, needs, returns, (*problems, *unfit))
+    return Library(
+        "nccl", elf.build_id(), version, rank_at, layout, cookies, needs, returns, (*problems, *unfit)
+    )
+
+
+def _graph_cookies(file: MappedFile, elf: Elf, number: int, layout: Layout) -> dict[int, int]:
+    """The places that tell of CUDA graphs: both, or none where the library is stripped."""
+    functions = elf.cpp_functions([nccl.CAPTURE, nccl.REPLAY])
+    places, _ = _places(file, elf, functions)
+    if len(places) < 2:
+        return {}
+    capture = NcclCall.CAPTURE_ON_STACK if layout.graph_on_stack else NcclCall.CAPTURE
+    calls = {nccl.CAPTURE: capture, nccl.REPLAY: NcclCall.REPLAY}
+    return {
+        offset: nccl.cookie(calls[name], number, layout.rank_at, layout.plan_comm_at)
+        for name, offset in places.items()
+    }
 
 
 def _verbs(file: MappedFile, elf: Elf, functions: Mapping[str, Function]) -> Library:
@@ -84,7 +112,7 @@ def _verbs(file: MappedFile, elf: Elf, functions: Mapping[str, Function]) -> Lib
     cookies = {places[name]: int(call) for name, call in verbs.PROBES.items() if name in places}
     returns = [(places[name], int(call)) for name, call in verbs.RETURNS.items() if name in places]
     return Library(
-        "verbs", elf.build_id(), None, 0, cookies, {}, returns[0] if returns else None, tuple(problems)
+        "verbs", elf.build_id(), None, 0, None, cookies, {}, returns[0] if returns else None, tuple(problems)
     )
 
 

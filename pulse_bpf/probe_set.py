@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from pulse_bpf.attach import Program
+from pulse_bpf.comm_reader import CommReader
 from pulse_bpf.errors import AttachError, NoNcclError
 from pulse_bpf.libraries import Kind, Library, examine
 from pulse_bpf.nic import Tables
@@ -18,10 +20,12 @@ from pulse_bpf.probes import BPF_DIRECTORY, verbs
 from pulse_bpf.probes.decode import NcclDecoder
 from pulse_bpf.probes.events import NCCL_EVENT, NCCL_RING_BYTES, QP_EVENT, VERBS_RING_BYTES
 from pulse_bpf.ring import Ring
-from pulse_bpf.schema import LIBRARIES, PROCESSES
+from pulse_bpf.schema import COVERAGE, LIBRARIES, PROCESSES, conform
 from pulse_bpf.targets import MappedFile, Process, is_alive, mapped_files, read_process, start_ns
+from pulse_bpf.transport import Transport, transport_of
 
 _Identity = tuple[int, int]
+_NEVER_NS = (1 << 63) - 1
 _SOURCES: dict[Kind, tuple[str, int, np.dtype[np.void], str]] = {
     "nccl": ("nccl.c", NCCL_RING_BYTES, NCCL_EVENT, "on_group_end"),
     "verbs": ("verbs.c", VERBS_RING_BYTES, QP_EVENT, "on_create"),
@@ -52,6 +56,9 @@ class Watched:
     process: Process
     node: str
     start_ns: int
+    since_ns: int
+    paths: tuple[str, ...] = ()
+    transport: Transport | None = None
     gone_ns: int | None = None
 
 
@@ -70,9 +77,11 @@ class ProbeSet:
         self._rings: dict[Kind, Ring] = {}
         self._drained: list[NDArray[np.void]] = []
         self._files: dict[_Identity, ProbedFile | None] = {}
+        self._by_number: dict[int, Library] = {}
+        self._comms = CommReader(self._by_number)
         self._watched: list[Watched] = []
         self._current: dict[int, Watched] = {}
-        self._libraries: dict[tuple[int, int, str], dict[str, object]] = {}
+        self._mapped: dict[tuple[int, int, _Identity], tuple[Watched, ProbedFile]] = {}
         self._lost_before_close: int | None = None
 
     def add(self, pid: int, node: str) -> None:
@@ -102,18 +111,15 @@ class ProbeSet:
         if known:
             known.process = process
         else:
-            known = Watched(process, node, start_ns(process, self._wall_offset_ns))
+            since_ns = time.monotonic_ns() + self._wall_offset_ns
+            known = Watched(process, node, start_ns(process, self._wall_offset_ns), since_ns)
             self._watched.append(known)
             self._current[pid] = known
+        known.paths = tuple(file.path for file in files)
         for file, found in probed.items():
             found.pids.add(pid)
             found.file = file
-            row = {"node": node, "pid": pid, "path": file.path, "build_id": found.library.build_id}
-            row |= {
-                "version": found.library.version,
-                "transport": "verbs" if found.library.kind == "verbs" else None,
-            }
-            self._libraries[pid, known.start_ns, file.path] = row
+            self._mapped[known.process.pid, known.start_ns, file.identity] = known, found
         # Before the process is let through.
         self._decide_returns()
         # Programs may have come with this process that do not know the earlier ones yet.
@@ -134,11 +140,13 @@ class ProbeSet:
         self.drain()
         events = np.concatenate([np.empty(0, NCCL_EVENT), *self._drained])
         self._drained.clear()
-        if until_ns is None:
-            return {"ops": self._decoder.ops(events)}
-        due = events["mono_ns"] < until_ns
+        due = events["mono_ns"] < (until_ns or _NEVER_NS)
         self._drained.append(events[~due])
-        return {"ops": self._decoder.ops(events[due], events[~due])}
+        ops = self._decoder.ops(events[due], events[~due])
+        now_ns = time.monotonic_ns() + self._wall_offset_ns
+        made = self._comms.made(self._decoder.take_creations(), now_ns)
+        self._decoder.communicators.learn(made)
+        return {"ops": ops}
 
     def qp_events(self) -> pl.DataFrame:
         """What processes did to their queue pairs since the last call, in the columns of verbs.QP_EVENTS."""
@@ -147,7 +155,7 @@ class ProbeSet:
         return verbs.qp_events(events, self._nodes, self._wall_offset_ns)
 
     def state(self) -> Tables:
-        """All of `comms`, `processes` and `libraries` as known by now."""
+        """All of `comms`, `channels`, `processes` and `libraries` as known by now."""
         self._look_again()
         processes = [
             {
@@ -161,11 +169,40 @@ class ProbeSet:
             }
             for watched in self._watched
         ]
+        comms, channels = self._comms.placed(self._decoder.communicators.frame())
         return {
-            "comms": self._decoder.communicators.frame().drop("file"),
+            "comms": conform(comms, "comms"),
+            "channels": channels,
             "processes": pl.DataFrame(processes, PROCESSES),
-            "libraries": pl.DataFrame(list(self._libraries.values()), LIBRARIES),
+            "libraries": pl.DataFrame(
+                [_library_row(watched, probed) for watched, probed in self._mapped.values()], LIBRARIES
+            ),
         }
+
+    def find_transports(self, queue_pair_pids: Collection[int] | None) -> None:
+        """Looks at what carries the traffic of each process; `queue_pair_pids` as transport_of takes it."""
+        known = set(self._decoder.communicators.frame()["pid"])
+        for pid, watched in self._current.items():
+            libraries = [probed.library for probed in self._files.values() if probed and pid in probed.pids]
+            can = any(library.makes_device_comms for library in libraries)
+            device_comms = pid in self._decoder.device_initiated if can else None
+            watched.transport = transport_of(pid, watched.paths, pid in known, device_comms, queue_pair_pids)
+
+    def coverage(self, last_ns: int) -> pl.DataFrame:
+        """Since when each process is covered, up to `last_ns` or its end, and what of it cannot be seen."""
+        rows = [
+            {
+                "node": watched.node,
+                "source": "uprobe",
+                "first_ns": watched.since_ns,
+                "last_ns": watched.gone_ns or last_ns,
+                "lost": self.lost,
+                "pid": watched.process.pid,
+                "unseen": watched.transport and watched.transport.unseen,
+            }
+            for watched in self._watched
+        ]
+        return pl.DataFrame(rows, COVERAGE)
 
     @property
     def running(self) -> int:
@@ -223,6 +260,7 @@ class ProbeSet:
             program = self._program(library.kind)
             refused = program.attach_uprobes(file.opened_by, library.cookies, "on_entry", library.needs)
         self._files[file.identity] = ProbedFile(number, file, library, refused)
+        self._by_number[number] = library
 
     def _program(self, kind: Kind) -> Program:
         if kind not in self._programs:
@@ -272,6 +310,13 @@ class ProbeSet:
         self._decoder.end_process(pid, watched.gone_ns)
         for program in self._programs.values():
             program.delete_hash("watched", pid.to_bytes(4, "little"))
+
+
+def _library_row(watched: Watched, probed: ProbedFile) -> dict[str, object]:
+    library = probed.library
+    carries = watched.transport.name if watched.transport and library.kind == "nccl" else None
+    row = {"node": watched.node, "pid": watched.process.pid, "path": probed.file.path, "transport": carries}
+    return {**row, "build_id": library.build_id, "version": library.version}
 
 
 def _problems(probed: ProbedFile) -> list[str]:

@@ -156,6 +156,8 @@ COVERAGE = _schema(
         "first_ns": I64,
         "last_ns": I64,
         "lost": U64,
+        "pid": I64,
+        "unseen": pl.List(STR),
     }
 )
 EVENTS = _schema({"node": STR, "nic": STR, "port": U8, "qpn": U32, "t_ns": I64, "kind": STR, "value": U64})

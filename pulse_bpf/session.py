@@ -25,7 +25,7 @@ from pulse_bpf.nic.packets import PacketReader
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.probes import BPF_DIRECTORY
-from pulse_bpf.schema import COVERAGE, NICS, NODES
+from pulse_bpf.schema import NICS, NODES, conform
 from pulse_bpf.store import RecordingWriter
 from pulse_bpf.watch import Watch
 
@@ -89,6 +89,7 @@ class Recording:
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
+        self._queue_pair_pids: frozenset[int] | None = None
         self._observe_queue_pairs()
         self._reader: PacketReader | None = None
         if taps:
@@ -115,6 +116,7 @@ class Recording:
                 if time.monotonic() - watched >= WATCH_S:
                     watched = time.monotonic()
                     self._attach_new()
+                    self._probes.find_transports(self._queue_pair_pids)
                 if time.monotonic() - rotated < ROTATE_S:
                     continue
                 rotated = time.monotonic()
@@ -129,6 +131,7 @@ class Recording:
                     break
         self.outcome.seconds = time.monotonic() - started
         self._observe_queue_pairs()
+        self._probes.find_transports(self._queue_pair_pids)
         self._store([self._read_calls(None), self._reader.stop() if self._reader else {}])
         self._writer.close()
 
@@ -209,7 +212,9 @@ class Recording:
     def _observe_queue_pairs(self) -> None:
         self._qps.observe_uprobe(self._probes.qp_events())
         if self._rdma:
-            self._qps.observe_netlink(self._rdma.queue_pairs(), time.time_ns())
+            listed = self._rdma.queue_pairs()
+            self._qps.observe_netlink(listed, time.time_ns())
+            self._queue_pair_pids = frozenset(listed["pid"].drop_nulls())
 
     def _read_calls(self, until_ns: int | None) -> Tables:
         now_ns = time.time_ns()
@@ -241,12 +246,15 @@ class Recording:
         )
 
     def _coverage(self) -> pl.DataFrame:
-        """What the readers covered, and the calls: one row per node for source "uprobe", without a NIC."""
+        """What the readers covered, and the calls: source "uprobe", without a NIC, a row per node and per process."""
         lost = self._probes.lost
-        rows = [
-            (node, "uprobe", None, None, None, self._attached_ns, self._read_ns, lost) for node in self._nodes
-        ]
-        calls = pl.DataFrame(rows, schema=COVERAGE, orient="row")
+        nodes = pl.DataFrame({"node": self._nodes}).with_columns(
+            source=pl.lit("uprobe"),
+            first_ns=pl.lit(self._attached_ns),
+            last_ns=pl.lit(self._read_ns),
+            lost=pl.lit(lost),
+        )
+        calls = pl.concat([conform(nodes, "coverage"), self._probes.coverage(self._read_ns)])
         self.outcome.lost = lost
         if not self._reader:
             return calls

@@ -8,84 +8,25 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
+from live import TARGETS, calling, entry_bytes, probing, real_nccl, running
 
 from pulse_bpf.attach import Program
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
-from pulse_bpf.lab import nccl as lab_nccl
-from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.probes import BPF_DIRECTORY, nccl
 from pulse_bpf.probes.events import NCCL_EVENT
-from pulse_bpf.targets import find_nccl_processes, mapped_files
+from pulse_bpf.targets import find_nccl_processes
 
-TARGETS = Path(__file__).with_name("targets")
-LOOPS, THREADS = 300, 2
+LOOPS = 300
 
 
 @pytest.fixture(scope="session")
 def library() -> Path:
-    try:
-        return lab_nccl.library_path()
-    except HostError as error:
-        pytest.skip(str(error))
-
-
-class Target:
-    """A running program of tests/targets, which acts once for each line it is given."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.pid = process.pid
-        assert self._line() == "ready"
-
-    def act(self) -> str:
-        """Lets it act once; what it says when it is done."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return self._line()
-
-    def end(self) -> int:
-        """Lets it run to its end; its exit status."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        return self._process.wait(30)
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().rstrip()
-
-
-@contextmanager
-def running(command: list[str | Path], **environment: str) -> Iterator[Target]:
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, **environment}, **pipes) as process:
-        try:
-            yield Target(process)
-        finally:
-            process.kill()
-
-
-def calling(library: Path, loops: int = LOOPS, **environment: str) -> Any:
-    command = [sys.executable, TARGETS / "nccl_caller.py", library, str(loops), str(THREADS)]
-    return running(command, **environment)
-
-
-@contextmanager
-def probing() -> Iterator[ProbeSet]:
-    probes = ProbeSet(time.time_ns() - time.monotonic_ns())
-    try:
-        yield probes
-    finally:
-        probes.close()
+    return real_nccl()
 
 
 @pytest.mark.bcc
@@ -205,24 +146,6 @@ def test_processes_with_nothing_to_probe_are_refused() -> None:
             probes.add(idle.pid, "node1")
 
 
-def entry_bytes(pid: int, library: Path) -> tuple[bytes, bytes]:
-    """The first bytes of every probed function: in the process, and in the file."""
-    (file,) = (file for file in mapped_files(pid) if file.path == str(library))
-    lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-    mappings = [fields for fields in lines if fields[-1] == file.path and "x" in fields[1]]
-    in_memory, in_file = b"", b""
-    with Elf(library) as elf, open(f"/proc/{pid}/mem", "rb") as memory:
-        for function in elf.functions(nccl.PROBES).values():
-            for span, _, offset, *_ in mappings:
-                start, end = (int(bound, 16) for bound in span.split("-"))
-                if 0 <= function.offset - int(offset, 16) < end - start:
-                    memory.seek(start + function.offset - int(offset, 16))
-                    in_memory += memory.read(16)
-                    in_file += elf.code(function)[:16]
-    assert in_file
-    return in_memory, in_file
-
-
 @pytest.mark.bcc
 def test_a_closed_probe_set_leaves_the_process_as_it_was(library: Path) -> None:
     with calling(library, 3) as target, probing() as probes:
@@ -265,7 +188,7 @@ def test_a_full_ring_is_counted(library: Path) -> None:
     program = Program(BPF_DIRECTORY / "nccl.c", {"RING_BYTES": 4096})
     try:
         ring = program.ring("events", NCCL_EVENT)
-        with calling(library) as target:
+        with calling(library, LOOPS) as target:
             program.set_hash("watched", target.pid.to_bytes(4, "little"), b"\1")
             with Elf(library) as elf:
                 found = elf.functions(nccl.PROBES)
@@ -320,6 +243,7 @@ def test_queue_pairs_are_seen_through_the_real_libibverbs(library: Path, tmp_pat
         assert frame.drop("t_ns", "pid").to_dicts() == [
             {**nothing, "destroyed": False, **same, **row} for row in expected
         ]
+        probes.find_transports({target.pid})
         transports = {row["transport"] for row in probes.state()["libraries"].to_dicts()}
         assert transports == {None, "verbs"}
         assert probes.lost == 0

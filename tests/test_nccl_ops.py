@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pulse_bpf.probes.decode import NcclDecoder
 from pulse_bpf.probes.events import EVENT_VERSION, KINDS, NCCL_EVENT, NO_SEQ, NcclCall
-from pulse_bpf.schema import COMMS, NCCL_DTYPES, OPS, PER_RANK_KINDS, comm_id
+from pulse_bpf.schema import COMMS, NCCL_DTYPES, OPS, PER_RANK_KINDS, comm_id, conform
 
 WALL_OFFSET_NS = 1_700_000_000_000_000_000
 NODES = {10: "node1", 20: "node2"}
@@ -42,7 +42,7 @@ def decode(*events: dict[str, int]) -> pl.DataFrame:
 
 
 def comms_of(decoder: NcclDecoder) -> pl.DataFrame:
-    return decoder.communicators.frame().drop("file")
+    return conform(decoder.communicators.frame(), "comms")
 
 
 def test_no_events() -> None:

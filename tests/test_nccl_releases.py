@@ -112,3 +112,22 @@ def test_communicators_that_are_ended_are_gone(release: tuple[str, Path]) -> Non
         gone = probes.state()["comms"].filter(pl.col("gone_ns").is_not_null())
         assert gone["comm_ptr"].to_list() == ended
         assert len(ended) >= 2
+
+
+@pytest.mark.bcc
+def test_communicators_are_known_when_they_are_made_and_with_their_parent(release: tuple[str, Path]) -> None:
+    _, library = release
+    with calling(library, LOOPS) as target, probing() as probes:
+        probes.add(target.pid, "node1")
+        log = [call for call in json.loads(target.act("create")) if "made" in call]
+        expected = {comm: bool(call["parent"]) for call in log for comm in call["made"]}
+        deadline = time.monotonic() + 5
+        known: dict[int, str | None] = {}
+        while known.keys() < expected.keys() and time.monotonic() < deadline:
+            probes.read()
+            comms = probes.state()["comms"].filter(pl.col("gone_ns").is_null())
+            known = dict(comms.select("comm_ptr", "parent_comm_id").iter_rows())
+        parents = {
+            made: comm_id(0xFACE0000, 8) if has_parent else None for made, has_parent in expected.items()
+        }
+        assert known == parents
