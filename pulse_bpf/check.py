@@ -241,8 +241,10 @@ def _nccl_processes(root: Path) -> Check:
     if filtered:
         found += f"; {filtered} with a seccomp filter, whose returns are not probed"
     if hidden:
-        advice = "Run as root with CAP_SYS_PTRACE, in the host's pid namespace"
-        return Check("NCCL processes", "warn", f"{found}; {hidden} processes may not be looked at", advice)
+        advice = "Run as root with CAP_SYS_PTRACE; if it is, a security module or user namespace hides them"
+        return Check(
+            "NCCL processes", "warn", f"{found}; of {hidden} others the memory map is hidden", advice
+        )
     if not pids:
         return Check("NCCL processes", "warn", found, "Start the job first")
     return Check("NCCL processes", "ok", found)

@@ -390,7 +390,7 @@ def test_root_without_capabilities_is_told_so() -> None:
     assert rows["bpf call"].found.endswith("for want of CAP_BPF")
     assert rows["seccomp"].state == "ok"
     assert rows["probe"].state == "fail"
-    assert rows["NCCL processes"].found.endswith("processes may not be looked at")
+    assert rows["NCCL processes"].found.endswith("others the memory map is hidden")
     assert "CAP_SYS_PTRACE" in rows["NCCL processes"].advice
 
 
@@ -433,6 +433,18 @@ def test_a_breakpoint_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             assert target.wait_until_restored()
         finally:
             program.close()
+
+
+@pytest.mark.bcc
+@pytest.mark.parametrize("changed", [None, False])
+def test_a_function_that_was_not_seen_to_change_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, changed: bool | None
+) -> None:
+    def first_bytes(target: check_probe._Target) -> bytes | None:
+        return None if changed is None else target.code
+
+    monkeypatch.setattr(check_probe._Target, "first_bytes", first_bytes)
+    assert check_probe.try_probe().restored is None
 
 
 def test_a_process_that_cannot_map_code_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
