@@ -1,8 +1,10 @@
 """Where each release of NCCL keeps what no export of it tells: known per release, used only where it is proven.
 
 The numbers are what the C++ compiler gives for the headers of each release (offsetof and sizeof on x86-64, with the
-headers of CUDA 11.8, 12.4, 12.9 and 13, which agree wherever they compile). Those of 2.32.3, whose source is not
-public, are read from its code, at the places where 2.30.4 uses the same fields.
+headers of CUDA 11.8, 12.4, 12.9 and 13, which agree wherever they compile). Those of 2.31.2 and 2.32.3, whose source
+is not public, are read from their code, at the places where 2.30.4 uses the same fields. The code of every release in
+NVIDIA's packages has been seen to use these offsets; the other seven rest on their headers alone (2.18.5, 2.18.6,
+2.19.1, 2.19.4, 2.20.3, 2.26.3, 2.26.6).
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ _TABLE = """
 1 1 4 1 1206d8 124de8 12078c 1207a8 120808 a0 1a0 18 40 174 122e78 10 2.29.7
 1 1 4 1 1206e0 124e70 120794 1207b0 120810 a0 1a0 18 40 174 122e88 10 2.30.3 2.30.4
 1 1 4 1 1206f0 124e80 1207a4 1207c0 120820 a0 1a0 18 40 174 122e98 10 2.30.7
+1 1 4 1 1206e8 1241b0 12079c 1207b8 120820 a0 1a0 18 40 174 123730 10 2.31.2
 1 1 4 1 1206e8 1241f8 1207a8 1207c0 120828 a0 1a0 18 40 174 123748 10 2.32.3
 """
 

@@ -28,6 +28,7 @@ RANK_AT = {
     "2.28.9": 0x1044D0,
     "2.29.3": 0x1046D8,
     "2.30.4": 0x1206E0,
+    "2.31.2": 0x1206E8,
     "2.32.3": 0x1206E8,
 }
 each_release = pytest.mark.parametrize("release", RELEASES)
@@ -109,7 +110,7 @@ def test_a_layout_is_found_by_version_and_rank() -> None:
     ("version", "rank_at"),
     [
         ("2.17.1", 0x23D8),
-        ("2.31.1", 0x1206E8),
+        ("2.31.0", 0x1206E8),
         ("2.33.0", 0x1206E8),
         ("2.27.5", 0x1044C0),
         ("2.27.5", 0),
@@ -165,6 +166,7 @@ def expected(layout: Layout) -> dict[str, set[tuple[int, int]]]:
             *((layout.node_at + offset, 4) for offset in (0, 4, 8, 12)),
             *((layout.rank_to_node_at, 8), (layout.nchannels_at, 4)),
         },
+        "initChannel": {(first + layout.channel_id_at, 4)},
         "setupChannel": {(ring + 8, 8)},
         "hostStreamPlanCallback": {(layout.plan_comm_at, 8)},
         **({"CommCheck": {(0, 8), (layout.comm_bytes - 8, 8)}} if layout.has_magic else {}),
