@@ -95,10 +95,20 @@ class Program:
         self._links.append(link)
         return link
 
+    @property
+    def links(self) -> int:
+        """How many descriptors hold what is attached: one for each link, and one for each perf event."""
+        return len(self._links)
+
     def detach(self, link: int) -> None:
         """Takes off what attach_session returned."""
         self._links.remove(link)
         os.close(link)
+
+    def detach_all(self) -> None:
+        """Takes off everything that is attached, which may then be attached again."""
+        while self._links:
+            os.close(self._links.pop())
 
     def load_tc(self, function: str) -> int:
         """The file descriptor of `function`, loaded as a traffic-control classifier."""
@@ -159,8 +169,7 @@ class Program:
         """Detaches everything this program attached and frees it; may be called more than once."""
         for ring in self._rings:
             ring.close()
-        while self._links:
-            os.close(self._links.pop())
+        self.detach_all()
         if self._bpf is not None:
             for fd in self._loaded.values():
                 os.close(fd)

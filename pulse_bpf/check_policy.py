@@ -101,12 +101,12 @@ def seccomp(root: Path) -> Check:
 def _reaches_bpf() -> bool:
     # The size is looked at before the command and the privilege; only kernels before 5.19 may ask first whether
     # unprivileged use is allowed at all.
-    return _errno(lambda: links._syscall("bpf", 0x7FFFFFFF, 0, 1 << 24)) == errno.E2BIG
+    return _errno(lambda: links.system_call("bpf", 0x7FFFFFFF, 0, 1 << 24)) == errno.E2BIG
 
 
 def _reaches_perf() -> bool:
     # Unknown flags are refused before anything else.
-    return _errno(lambda: links._syscall("perf_event_open", 0, -1, 0, -1, 1 << 30)) == errno.EINVAL
+    return _errno(lambda: links.system_call("perf_event_open", 0, -1, 0, -1, 1 << 30)) == errno.EINVAL
 
 
 def bpf_call(root: Path) -> Check:
@@ -143,7 +143,7 @@ def memlock() -> Check:
 
 
 def _make_map(kind: int, key_bytes: int, value_bytes: int, entries: int) -> None:
-    os.close(links._bpf(_MAP_CREATE, struct.pack("<5I", kind, key_bytes, value_bytes, entries, 0)))
+    os.close(links.bpf(_MAP_CREATE, struct.pack("<5I", kind, key_bytes, value_bytes, entries, 0)))
 
 
 def _errno(attempt: Callable[[], object]) -> int | None:

@@ -64,14 +64,14 @@ def try_probe() -> Trial:
                 plain_ns = min(plain_ns, target.call(_TIMED_CALLS) / _TIMED_CALLS)
                 _attach(program, target)
                 probed_ns = min(probed_ns, target.call(_TIMED_CALLS) / _TIMED_CALLS)
-                _detach(program)
+                program.detach_all()
             one_link = _attach(program, target)
             before = program.percpu_sum("hits", 0)
             target.call(PROBED_CALLS)
             seen = program.percpu_sum("hits", 0) - before
             armed = target.first_bytes()
             sessions = program.attach_session(target.file, 0, 0, "on_call") is not None
-            _detach(program)
+            program.detach_all()
             # A function that was not seen to change proves nothing by being its own.
             restored = None if armed in (None, target.code) else target.wait_until_restored()
             target.call(PROBED_CALLS)
@@ -159,9 +159,4 @@ def _attach(program: Program, target: _Target) -> bool:
     for error in refused.values():
         raise HostError(error.what, error.why) from error
     # Other kernels need a perf event beside the link.
-    return len(program._links) == 1
-
-
-def _detach(program: Program) -> None:
-    for link in list(program._links):
-        program.detach(link)
+    return program.links == 1

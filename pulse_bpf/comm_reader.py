@@ -39,6 +39,10 @@ MADE = pl.Schema(
 )
 
 
+# One communicator: process, address, and when it was first seen, as an address is used again.
+_Key = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class _Creation:
     """A place where a call leaves a communicator for its caller."""
@@ -62,8 +66,8 @@ class CommReader:
         self._libraries = libraries
         self._proc = proc
         self._creations: list[_Creation] = []
-        self._places: dict[tuple[object, ...], CommPlace] = {}
-        self._attempts: dict[tuple[object, ...], int] = {}
+        self._places: dict[_Key, CommPlace] = {}
+        self._attempts: dict[_Key, int] = {}
 
     def made(self, creations: pl.DataFrame, now_ns: int) -> pl.DataFrame:
         """The communicators found since the last call, in MADE, where calls in decode.CREATIONS left them.
@@ -89,16 +93,25 @@ class CommReader:
         self._creations = waiting
         return pl.DataFrame(found, MADE, orient="row")
 
-    def placed(self, comms: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-        """`comms` (Communicators.frame) with local_rank and node_index, and rows of `channels`, as far as known.
+    def look(self, comms: pl.DataFrame) -> None:
+        """Reads where the communicators `comms` (Communicators.frame) stand, those of which that is not known yet.
 
-        A release whose layout is not known, or whose memory does not fit it, has none.
+        A release whose layout is not known has no place to read it from.
         """
-        keys = [tuple(row) for row in comms.select("pid", "comm_ptr", "first_seen_ns").iter_rows()]
-        for key, comm in zip(keys, comms.iter_rows(named=True), strict=True):
-            if comm["gone_ns"] is None and key not in self._places:
-                self._place(key, comm)
-        places = [self._places.get(key) for key in keys]
+        for comm in comms.filter(pl.col("gone_ns").is_null()).iter_rows(named=True):
+            if _key(comm) not in self._places:
+                self._place(comm)
+
+    def fits(self, ops: pl.DataFrame) -> pl.Series:
+        """Of each row of `ops`, whether a communicator of that process and address was found to fit its layout."""
+        known = pl.DataFrame(
+            [key[:2] for key in self._places], {"pid": pl.Int64, "comm_ptr": pl.UInt64}, orient="row"
+        )
+        return ops.select(pl.struct("pid", "comm_ptr").is_in(known.to_struct().implode()))["pid"]
+
+    def placed(self, comms: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """`comms` (Communicators.frame) with local_rank and node_index, and rows of `channels`, as far as known."""
+        places = [self._places.get(_key(comm)) for comm in comms.iter_rows(named=True)]
         columns = {
             "local_rank": pl.Series([place and place.local_rank for place in places], dtype=pl.Int32),
             "node_index": pl.Series([place and place.node_index for place in places], dtype=pl.Int32),
@@ -128,7 +141,8 @@ class CommReader:
         origin = (creation.file, creation.t_ns, creation.parent_comm_id)
         return (creation.node, creation.pid, pointer, *identity, *origin)
 
-    def _place(self, key: tuple[object, ...], comm: Mapping[str, Any]) -> None:
+    def _place(self, comm: Mapping[str, Any]) -> None:
+        key = _key(comm)
         layout = self._libraries[comm["file"]].layout
         attempts = self._attempts.get(key, 0)
         if not layout or attempts >= _MOST_ATTEMPTS:
@@ -149,3 +163,7 @@ class CommReader:
             return
         with memory:
             yield memory
+
+
+def _key(comm: Mapping[str, Any]) -> _Key:
+    return comm["pid"], comm["comm_ptr"], comm["first_seen_ns"]

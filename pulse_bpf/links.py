@@ -41,7 +41,7 @@ def link_uprobes(program_fd: int, attach_type: int, path: Path, cookies: Mapping
     addresses = (ctypes.addressof(name), ctypes.addressof(offsets), 0, ctypes.addressof(values))
     # struct bpf_attr.link_create: program, target, type, flags; uprobe_multi: path, offsets, semaphores, cookies,
     # count, flags, and the one process to look at, 0 for all.
-    return _bpf(_LINK_CREATE, struct.pack("<4I4Q3I", program_fd, 0, attach_type, 0, *addresses, count, 0, 0))
+    return bpf(_LINK_CREATE, struct.pack("<4I4Q3I", program_fd, 0, attach_type, 0, *addresses, count, 0, 0))
 
 
 def link_uprobe(program_fd: int, path: Path, offset: int, cookie: int) -> tuple[int, int]:
@@ -54,9 +54,9 @@ def link_uprobe(program_fd: int, path: Path, offset: int, cookie: int) -> tuple[
         # struct perf_event_attr, version 1: config1 is the path, config2 the offset.
         struct.pack("<2I5Q2I2Q", _uprobe_type(), 72, 0, 0, 0, 0, 0, 0, 0, ctypes.addressof(name), offset)
     )
-    event = _syscall("perf_event_open", attributes, -1, 0, -1, _PERF_FLAG_FD_CLOEXEC)
+    event = system_call("perf_event_open", attributes, -1, 0, -1, _PERF_FLAG_FD_CLOEXEC)
     try:
-        return event, _bpf(_LINK_CREATE, struct.pack("<4IQ", program_fd, event, _PERF_EVENT, 0, cookie))
+        return event, bpf(_LINK_CREATE, struct.pack("<4IQ", program_fd, event, _PERF_EVENT, 0, cookie))
     except OSError:
         os.close(event)
         raise
@@ -89,12 +89,14 @@ def _uprobe_type() -> int:
         ) from error
 
 
-def _bpf(command: int, attributes: bytes) -> int:
+def bpf(command: int, attributes: bytes) -> int:
+    """bpf(2) with a union bpf_attr of these bytes, the rest 0; OSError when the kernel refuses."""
     buffer = ctypes.create_string_buffer(attributes.ljust(_BPF_ATTR_BYTES, b"\0"), _BPF_ATTR_BYTES)
-    return _syscall("bpf", command, buffer, _BPF_ATTR_BYTES)
+    return system_call("bpf", command, buffer, _BPF_ATTR_BYTES)
 
 
-def _syscall(name: str, *arguments: object) -> int:
+def system_call(name: str, *arguments: object) -> int:
+    """One of _SYSCALLS by number; OSError when the kernel refuses, HostError on a machine that is not known."""
     machine = platform.machine()
     if machine not in _SYSCALLS:
         raise HostError("cannot attach probes", f"Pulse does not know the system calls of {machine}")

@@ -8,7 +8,14 @@ import os
 # capability.h: what is still needed while recording: writing into a directory of any owner, taking the tc filters
 # off again, looking at the processes of other users, and probing the libraries of those that start later, for which
 # kernels with the fix of CVE-2025-38466 want CAP_SYS_ADMIN.
-_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = 1, 12, 19, 21, 38, 39
+_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF = (
+    1,
+    12,
+    19,
+    21,
+    38,
+    39,
+)
 KEPT = (_CAP_DAC_OVERRIDE, _CAP_NET_ADMIN, _CAP_SYS_PTRACE, _CAP_SYS_ADMIN, _CAP_PERFMON, _CAP_BPF)
 
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522

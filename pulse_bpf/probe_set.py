@@ -37,10 +37,10 @@ class ProbedFile:
     """A file with probes on it: what it is, who maps it, and which of its places are probed."""
 
     number: int
-    file: MappedFile
+    path: str
     library: Library
     refused: dict[int, AttachError]
-    pids: set[int] = field(default_factory=set)
+    mapped_by: dict[int, MappedFile] = field(default_factory=dict)
     session: int | None = None
 
     @property
@@ -117,8 +117,7 @@ class ProbeSet:
             self._current[pid] = known
         known.paths = tuple(file.path for file in files)
         for file, found in probed.items():
-            found.pids.add(pid)
-            found.file = file
+            found.mapped_by[pid] = file
             self._mapped[known.process.pid, known.start_ns, file.identity] = known, found
         # Before the process is let through.
         self._decide_returns()
@@ -146,7 +145,10 @@ class ProbeSet:
         now_ns = time.monotonic_ns() + self._wall_offset_ns
         made = self._comms.made(self._decoder.take_creations(), now_ns)
         self._decoder.communicators.learn(made)
-        return {"ops": ops}
+        self._comms.look(self._decoder.communicators.frame())
+        # Where the library keeps its own numbers is proven only by the rest of what lies there.
+        numbers = pl.when(self._comms.fits(ops)).then("nccl_seq").alias("nccl_seq")
+        return {"ops": ops.with_columns(numbers)}
 
     def qp_events(self) -> pl.DataFrame:
         """What processes did to their queue pairs since the last call, in the columns of verbs.QP_EVENTS."""
@@ -183,7 +185,9 @@ class ProbeSet:
         """Looks at what carries the traffic of each process; `queue_pair_pids` as transport_of takes it."""
         known = set(self._decoder.communicators.frame()["pid"])
         for pid, watched in self._current.items():
-            libraries = [probed.library for probed in self._files.values() if probed and pid in probed.pids]
+            libraries = [
+                probed.library for probed in self._files.values() if probed and pid in probed.mapped_by
+            ]
             can = any(library.makes_device_comms for library in libraries)
             device_comms = pid in self._decoder.device_initiated if can else None
             watched.transport = transport_of(pid, watched.paths, pid in known, device_comms, queue_pair_pids)
@@ -221,7 +225,7 @@ class ProbeSet:
         """For the manifest: what is probed in each file, what could not be, and how many events were lost."""
         files = [
             {
-                "path": probed.file.path,
+                "path": probed.path,
                 "kind": probed.library.kind,
                 "build_id": probed.library.build_id,
                 "version": probed.library.version,
@@ -259,7 +263,7 @@ class ProbeSet:
         if library.cookies:
             program = self._program(library.kind)
             refused = program.attach_uprobes(file.opened_by, library.cookies, "on_entry", library.needs)
-        self._files[file.identity] = ProbedFile(number, file, library, refused)
+        self._files[file.identity] = ProbedFile(number, file.path, library, refused)
         self._by_number[number] = library
 
     def _program(self, kind: Kind) -> Program:
@@ -278,13 +282,12 @@ class ProbeSet:
             program = self._programs.get(probed.library.kind)
             if not program:
                 continue
-            filtered = any(self._current[pid].process.filtered for pid in probed.pids)
-            allowed = probed.attached > 0 and bool(probed.pids) and not filtered
+            filtered = any(self._current[pid].process.filtered for pid in probed.mapped_by)
+            allowed = probed.attached > 0 and bool(probed.mapped_by) and not filtered
             if allowed and probed.session is None and probed.library.returns:
                 function = _SOURCES[probed.library.kind][3]
-                probed.session = program.attach_session(
-                    probed.file.opened_by, *probed.library.returns, function
-                )
+                way = next(iter(probed.mapped_by.values())).opened_by
+                probed.session = program.attach_session(way, *probed.library.returns, function)
             elif not allowed and probed.session is not None:
                 program.detach(probed.session)
                 probed.session = None
@@ -306,7 +309,7 @@ class ProbeSet:
         watched.gone_ns = time.monotonic_ns() + self._wall_offset_ns
         del self._current[pid]
         for probed in filter(None, self._files.values()):
-            probed.pids.discard(pid)
+            probed.mapped_by.pop(pid, None)
         self._decoder.end_process(pid, watched.gone_ns)
         for program in self._programs.values():
             program.delete_hash("watched", pid.to_bytes(4, "little"))
@@ -315,7 +318,7 @@ class ProbeSet:
 def _library_row(watched: Watched, probed: ProbedFile) -> dict[str, object]:
     library = probed.library
     carries = watched.transport.name if watched.transport and library.kind == "nccl" else None
-    row = {"node": watched.node, "pid": watched.process.pid, "path": probed.file.path, "transport": carries}
+    row = {"node": watched.node, "pid": watched.process.pid, "path": probed.path, "transport": carries}
     return {**row, "build_id": library.build_id, "version": library.version}
 
 

@@ -429,7 +429,7 @@ def test_a_breakpoint_that_stays_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
             check_probe._attach(program, target)
             assert target.first_bytes() != target.code
             assert not target.wait_until_restored()
-            check_probe._detach(program)
+            program.detach_all()
             assert target.wait_until_restored()
         finally:
             program.close()
