@@ -52,7 +52,7 @@ def examine(file: MappedFile, number: int) -> Library | None:
             if functions.keys() >= NCCL_MARKERS:
                 return _nccl(file, elf, functions, number)
             if functions.keys() & verbs.PROBES.keys():
-                return _verbs(file, elf, functions)
+                return _verbs(file, elf, functions, number)
     except AttachError:
         pass
     return None
@@ -106,11 +106,11 @@ def _graph_cookies(file: MappedFile, elf: Elf, number: int, layout: Layout) -> d
     }
 
 
-def _verbs(file: MappedFile, elf: Elf, functions: Mapping[str, Function]) -> Library:
+def _verbs(file: MappedFile, elf: Elf, functions: Mapping[str, Function], number: int) -> Library:
     calls = verbs.PROBES | verbs.RETURNS
     places, problems = _places(file, elf, {name: functions[name] for name in calls if name in functions})
-    cookies = {places[name]: int(call) for name, call in verbs.PROBES.items() if name in places}
-    returns = [(places[name], int(call)) for name, call in verbs.RETURNS.items() if name in places]
+    cookies = {places[name]: call | number << 8 for name, call in verbs.PROBES.items() if name in places}
+    returns = [(places[name], call | number << 8) for name, call in verbs.RETURNS.items() if name in places]
     return Library(
         "verbs", elf.build_id(), None, 0, None, cookies, {}, returns[0] if returns else None, tuple(problems)
     )
@@ -127,11 +127,7 @@ def _places(
         except AttachError as error:
             problems.append(f"{name} of {file.path} cannot be probed: {error}")
             continue
-        if not file.runs(entry.offset):
-            problems.append(
-                f"{name} of {file.path} is not observable: the process runs a copy of it in memory, not the file's"
-            )
-        elif name in nccl.HOT and not entry.emulated:
+        if name in nccl.HOT and not entry.emulated:
             problems.append(
                 f"{name} of {file.path} is not probed: it begins with '{entry.instruction}', which the kernel would "
                 "single-step at every call"

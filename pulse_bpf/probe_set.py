@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,23 @@ class ProbedFile:
         """How many places are probed."""
         return len(self.library.cookies) - len(self.refused)
 
+    @property
+    def problems(self) -> list[str]:
+        """What cannot be observed in any process."""
+        return [*self.library.problems, *(str(error) for error in self.refused.values())]
+
+    def is_observable_in(self, file: MappedFile) -> bool:
+        """Whether a process that maps it as `file` comes through any of its probes."""
+        return any(file.runs(offset) for offset in self.library.cookies.keys() - self.refused.keys())
+
+    def problems_in(self, file: MappedFile) -> list[str]:
+        """What cannot be observed in a process that maps it as `file`."""
+        moved = sum(not file.runs(offset) for offset in self.library.cookies)
+        if not moved:
+            return self.problems
+        what = f"{moved} of {len(self.library.cookies)} functions of {file.path} are not observable"
+        return [f"{what}: the process runs a copy of them in memory, not the file's", *self.problems]
+
 
 @dataclass
 class Watched:
@@ -76,7 +93,8 @@ class ProbeSet:
         self._programs: dict[Kind, Program] = {}
         self._rings: dict[Kind, Ring] = {}
         self._drained: list[NDArray[np.void]] = []
-        self._files: dict[_Identity, ProbedFile | None] = {}
+        self._files: dict[_Identity, ProbedFile] = {}
+        self._uninteresting: set[tuple[_Identity, tuple[tuple[int, int], ...]]] = set()
         self._by_number: dict[int, Library] = {}
         self._comms = CommReader(self._by_number)
         self._watched: list[Watched] = []
@@ -84,11 +102,11 @@ class ProbeSet:
         self._mapped: dict[tuple[int, int, _Identity], tuple[Watched, ProbedFile]] = {}
         self._lost_before_close: int | None = None
 
-    def add(self, pid: int, node: str) -> None:
+    def add(self, pid: int, node: str) -> list[str]:
         """Records process `pid` of `node` from now on; once more when what it maps may have changed.
 
-        NoNcclError when it maps no NCCL, AttachError when it has ended or its NCCL cannot be probed, HostError when
-        this host refuses probes.
+        Returns what of it cannot be observed. NoNcclError when it maps no NCCL, AttachError when it has ended or its
+        NCCL cannot be probed, HostError when this host refuses probes.
         """
         process = read_process(pid)
         files = mapped_files(pid)
@@ -96,18 +114,14 @@ class ProbeSet:
         if known and known.process.start_ticks != process.start_ticks:
             self._end(known)
             known = None
-        for file in files:
-            self._probe(file)
-        probed = {file: found for file in files if (found := self._files[file.identity])}
-        if not known and not any(
-            found.library.kind == "nccl" and found.attached for found in probed.values()
-        ):
-            problems = [problem for found in probed.values() for problem in _problems(found)]
+        probed = {file: found for file in files if (found := self._probe(file))}
+        observable = {file: found for file, found in probed.items() if found.is_observable_in(file)}
+        problems = [problem for file, found in probed.items() for problem in found.problems_in(file)]
+        if not known and not any(found.library.kind == "nccl" for found in observable.values()):
             what = f"process {pid} has no NCCL to probe"
             if problems:
                 raise AttachError(what, problems[0])
             raise NoNcclError(what, f"none of the {len(files)} files it maps defines NCCL's calls")
-        self._nodes[pid] = node
         if known:
             known.process = process
         else:
@@ -115,16 +129,17 @@ class ProbeSet:
             known = Watched(process, node, start_ns(process, self._wall_offset_ns), since_ns)
             self._watched.append(known)
             self._current[pid] = known
+        self._nodes[pid] = node
         known.paths = tuple(file.path for file in files)
-        for file, found in probed.items():
+        self._let_go(pid)
+        for file, found in observable.items():
             found.mapped_by[pid] = file
-            self._mapped[known.process.pid, known.start_ns, file.identity] = known, found
+            self._mapped[pid, known.start_ns, file.identity] = known, found
         # Before the process is let through.
         self._decide_returns()
-        # Programs may have come with this process that do not know the earlier ones yet.
-        for program in self._programs.values():
-            for watched in self._current:
-                program.set_hash("watched", watched.to_bytes(4, "little"), b"\1")
+        for found in observable.values():
+            self._programs[found.library.kind].set_hash("watched", _filter_key(pid, found), b"\1")
+        return [problem for problem in problems if problem not in _interposers(probed.values())]
 
     def drain(self) -> None:
         """Empties the ring buffer of calls, which `read` then needs no more often than rows are wanted."""
@@ -158,7 +173,10 @@ class ProbeSet:
 
     def state(self) -> Tables:
         """All of `comms`, `channels`, `processes` and `libraries` as known by now."""
-        self._look_again()
+        for watched in list(self._current.values()):
+            if not is_alive(watched.process):
+                self._end(watched)
+        self._decide_returns()
         processes = [
             {
                 "node": watched.node,
@@ -181,16 +199,23 @@ class ProbeSet:
             ),
         }
 
-    def find_transports(self, queue_pair_pids: Collection[int] | None) -> None:
-        """Looks at what carries the traffic of each process; `queue_pair_pids` as transport_of takes it."""
+    def look_closer(self, queue_pair_pids: Collection[int] | None) -> None:
+        """Looks what carries the traffic of each process, and whether it filters its system calls.
+
+        `queue_pair_pids` is what transport_of takes. Reads a file per thread, so that it is for every few seconds.
+        """
         known = set(self._decoder.communicators.frame()["pid"])
-        for pid, watched in self._current.items():
-            libraries = [
-                probed.library for probed in self._files.values() if probed and pid in probed.mapped_by
-            ]
+        for pid, watched in list(self._current.items()):
+            try:
+                watched.process = read_process(pid)
+            except AttachError:
+                self._end(watched)
+                continue
+            libraries = [probed.library for probed in self._files.values() if pid in probed.mapped_by]
             can = any(library.makes_device_comms for library in libraries)
             device_comms = pid in self._decoder.device_initiated if can else None
             watched.transport = transport_of(pid, watched.paths, pid in known, device_comms, queue_pair_pids)
+        self._decide_returns()
 
     def coverage(self, last_ns: int) -> pl.DataFrame:
         """Since when each process is covered, up to `last_ns` or its end, and what of it cannot be seen."""
@@ -232,10 +257,9 @@ class ProbeSet:
                 "attached": probed.attached,
                 "wanted": len(probed.library.cookies),
                 "returns": probed.session is not None,
-                "problems": _problems(probed),
+                "problems": probed.problems,
             }
             for probed in self._files.values()
-            if probed
         ]
         return {"files": files, "lost": self.lost, "unknown_replays": self._decoder.unknown_replays}
 
@@ -248,23 +272,28 @@ class ProbeSet:
                 program.close()
             self._programs.clear()
 
-    def _probe(self, file: MappedFile) -> None:
-        """Probes whatever `file` defines, once."""
+    def _probe(self, file: MappedFile) -> ProbedFile | None:
+        """Probes whatever `file` defines, once; None when that is nothing of interest."""
         known = self._files.get(file.identity)
+        if known and known.attached:
+            return known
+        # An inode may be used again, but hardly with its code at the same places.
+        if (file.identity, file.code) in self._uninteresting:
+            return None
         # A failure may have been that process's: its end, its root directory.
-        if file.identity in self._files and not (known and not known.attached):
-            return
-        number = known.number if known else sum(found is not None for found in self._files.values())
+        number = known.number if known else len(self._files)
         library = examine(file, number)
         if not library:
-            self._files[file.identity] = None
-            return
+            self._uninteresting.add((file.identity, file.code))
+            return None
         refused = {}
         if library.cookies:
             program = self._program(library.kind)
             refused = program.attach_uprobes(file.opened_by, library.cookies, "on_entry", library.needs)
-        self._files[file.identity] = ProbedFile(number, file.path, library, refused)
+        probed = ProbedFile(number, file.path, library, refused)
+        self._files[file.identity] = probed
         self._by_number[number] = library
+        return probed
 
     def _program(self, kind: Kind) -> Program:
         if kind not in self._programs:
@@ -278,7 +307,7 @@ class ProbeSet:
 
         A return probe can make the return from a function a system call, for which a filter may kill the process.
         """
-        for probed in filter(None, self._files.values()):
+        for probed in self._files.values():
             program = self._programs.get(probed.library.kind)
             if not program:
                 continue
@@ -292,27 +321,18 @@ class ProbeSet:
                 program.detach(probed.session)
                 probed.session = None
 
-    def _look_again(self) -> None:
-        """Notes which processes have ended, and which have put a seccomp filter on since."""
-        for watched in list(self._current.values()):
-            try:
-                if is_alive(watched.process):
-                    watched.process = read_process(watched.process.pid)
-                else:
-                    self._end(watched)
-            except AttachError:
-                self._end(watched)
-        self._decide_returns()
-
     def _end(self, watched: Watched) -> None:
         pid = watched.process.pid
         watched.gone_ns = time.monotonic_ns() + self._wall_offset_ns
         del self._current[pid]
-        for probed in filter(None, self._files.values()):
-            probed.mapped_by.pop(pid, None)
+        self._let_go(pid)
         self._decoder.end_process(pid, watched.gone_ns)
-        for program in self._programs.values():
-            program.delete_hash("watched", pid.to_bytes(4, "little"))
+
+    def _let_go(self, pid: int) -> None:
+        """Ignores what process `pid` does."""
+        for probed in self._files.values():
+            if probed.mapped_by.pop(pid, None) and probed.library.kind in self._programs:
+                self._programs[probed.library.kind].delete_hash("watched", _filter_key(pid, probed))
 
 
 def _library_row(watched: Watched, probed: ProbedFile) -> dict[str, object]:
@@ -322,5 +342,11 @@ def _library_row(watched: Watched, probed: ProbedFile) -> dict[str, object]:
     return {**row, "build_id": library.build_id, "version": library.version}
 
 
-def _problems(probed: ProbedFile) -> list[str]:
-    return [*probed.library.problems, *(str(error) for error in probed.refused.values())]
+def _filter_key(pid: int, probed: ProbedFile) -> bytes:
+    """A key of the map `watched` in probe.h."""
+    return (pid << 32 | probed.number).to_bytes(8, "little")
+
+
+def _interposers(probed: Iterable[ProbedFile]) -> set[str]:
+    """What there is to say of files that only pass NCCL's calls on: no problem where the NCCL behind is observed."""
+    return {problem for found in probed if not found.library.cookies for problem in found.problems}

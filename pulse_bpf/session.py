@@ -116,7 +116,7 @@ class Recording:
                 if time.monotonic() - watched >= WATCH_S:
                     watched = time.monotonic()
                     self._attach_new()
-                    self._probes.find_transports(self._queue_pair_pids)
+                    self._probes.look_closer(self._queue_pair_pids)
                 if time.monotonic() - rotated < ROTATE_S:
                     continue
                 rotated = time.monotonic()
@@ -131,7 +131,7 @@ class Recording:
                     break
         self.outcome.seconds = time.monotonic() - started
         self._observe_queue_pairs()
-        self._probes.find_transports(self._queue_pair_pids)
+        self._probes.look_closer(self._queue_pair_pids)
         self._store([self._read_calls(None), self._reader.stop() if self._reader else {}])
         self._writer.close()
 
@@ -142,7 +142,7 @@ class Recording:
             named = set(host.selection.pids)
             for pid in watch.changed():
                 try:
-                    self._probes.add(pid, host.node)
+                    self.outcome.warnings.extend(self._probes.add(pid, host.node))
                 except AttachError as error:
                     if pid in named or not isinstance(error, NoNcclError):
                         failures.append(error)
@@ -157,12 +157,12 @@ class Recording:
         for host, watch in self._watches:
             for pid in watch.changed():
                 try:
-                    self._probes.add(pid, host.node)
+                    problems = self._probes.add(pid, host.node)
                 except NoNcclError:
                     continue
                 except PulseError as error:
-                    if str(error) not in self.outcome.warnings:
-                        self.outcome.warnings.append(str(error))
+                    problems = [str(error)]
+                self.outcome.warnings += [text for text in problems if text not in self.outcome.warnings]
 
     def _is_over(self) -> bool:
         by_name = all(host.selection.pids for host, _ in self._watches)

@@ -168,13 +168,6 @@ def mapped_files(pid: int, proc: Path = PROC) -> list[MappedFile]:
     return list(files.values())
 
 
-def find_nccl_processes(proc: Path = PROC) -> list[int]:
-    """The pids of all running processes that map an NCCL, whatever file it is in, in ascending order."""
-    from pulse_bpf.watch import Selection, Watch
-
-    return Watch(Selection(everything=True), proc).changed()
-
-
 def defines_nccl(file: MappedFile) -> bool:
     """Whether `file` contains an NCCL."""
     try:

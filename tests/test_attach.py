@@ -19,7 +19,7 @@ from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
 from pulse_bpf.probes import BPF_DIRECTORY, nccl
 from pulse_bpf.probes.events import NCCL_EVENT
-from pulse_bpf.targets import find_nccl_processes
+from pulse_bpf.watch import Selection, Watch
 
 LOOPS = 300
 
@@ -47,15 +47,15 @@ from pathlib import Path
 from pulse_bpf.lab.nccl import NcclLibrary
 library = NcclLibrary(Path(sys.argv[1]))
 comm = library.communicator(rank=1, nranks=4, comm_hash=5, gpu=1)
-library.group_start()
-library.group_start()
+library.call("GroupStart")
+library.call("GroupStart")
 print("ready", flush=True)
 sys.stdin.readline()
 steps = {
-    "(": library.group_start,
-    ")": library.group_end,
-    "d": lambda: library.destroy(comm),
-    "s": lambda: library.send(comm, 1, 7, peer=0),
+    "(": lambda: library.call("GroupStart"),
+    ")": lambda: library.call("GroupEnd"),
+    "d": lambda: library.call("CommDestroy", comm),
+    "s": lambda: library.call("Send", comm, count=1, dtype=7, peer=0),
 }
 for step in "s)s)s(s(s)s)s(s)sdds":
     steps[step]()
@@ -84,7 +84,7 @@ def test_groups_are_outermost_and_a_destroyed_communicator_is_gone(library: Path
 @pytest.mark.bcc
 def test_only_processes_that_were_added_are_recorded(library: Path) -> None:
     with calling(library, 3) as one, calling(library, 3) as other, probing() as probes:
-        assert {one.pid, other.pid} <= set(find_nccl_processes())
+        assert {one.pid, other.pid} <= set(Watch(Selection(everything=True)).changed())
         probes.add(one.pid, "node1")
         one.act()
         other.act()
@@ -189,7 +189,8 @@ def test_a_full_ring_is_counted(library: Path) -> None:
     try:
         ring = program.ring("events", NCCL_EVENT)
         with calling(library, LOOPS) as target:
-            program.set_hash("watched", target.pid.to_bytes(4, "little"), b"\1")
+            key = (target.pid << 32).to_bytes(8, "little")
+            program.set_hash("watched", key, b"\1")
             with Elf(library) as elf:
                 found = elf.functions(nccl.PROBES)
             places = {place.offset: nccl.cookie(nccl.PROBES[name], 0, 0) for name, place in found.items()}
@@ -201,7 +202,7 @@ def test_a_full_ring_is_counted(library: Path) -> None:
             assert (first["comm_hash"] == 0).all()
             target.act()
             assert len(ring.read()) == len(first)
-            program.delete_hash("watched", target.pid.to_bytes(4, "little"))
+            program.delete_hash("watched", key)
             target.act()
             assert len(ring.read()) == 0
             assert len(first) * 2 + program.percpu_sum("dropped", 0) == calls * 2
@@ -243,7 +244,7 @@ def test_queue_pairs_are_seen_through_the_real_libibverbs(library: Path, tmp_pat
         assert frame.drop("t_ns", "pid").to_dicts() == [
             {**nothing, "destroyed": False, **same, **row} for row in expected
         ]
-        probes.find_transports({target.pid})
+        probes.look_closer({target.pid})
         transports = {row["transport"] for row in probes.state()["libraries"].to_dicts()}
         assert transports == {None, "verbs"}
         assert probes.lost == 0

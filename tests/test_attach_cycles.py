@@ -10,13 +10,17 @@ from live import compiled, entry_bytes, probing, real_nccl, running
 
 from pulse_bpf.attach import Program
 from pulse_bpf.elf import Elf
-from pulse_bpf.probes import BPF_DIRECTORY, nccl
+from pulse_bpf.libraries import examine
+from pulse_bpf.probes import BPF_DIRECTORY
+from pulse_bpf.probes.events import NCCL_EVENT
 from pulse_bpf.probes.identity import ACCESSORS, rank_offset
+from pulse_bpf.ring import Ring
+from pulse_bpf.targets import mapped_files
 
 CALLS_PER_S = 2000
 # What the caller may be behind when it is stopped: it makes up for being held off, but not at once.
 BEHIND_S = 0.1
-HIT_WITHIN_S = 10
+SEEN_WITHIN_S = 10
 
 
 @pytest.mark.bcc
@@ -26,20 +30,26 @@ HIT_WITHIN_S = 10
 def test_probes_that_come_and_go_cost_no_call(cycles: int, tmp_path: Path) -> None:
     library = real_nccl()
     with Elf(library) as elf:
-        functions = elf.functions([*nccl.PROBES, *ACCESSORS])
-        rank_at = rank_offset({name: elf.code(functions[name]) for name in ACCESSORS}, elf.machine)
-    places = {functions[name].offset: 0 for name in nccl.PROBES if name in functions}
+        functions = elf.functions(ACCESSORS)
+        rank_at = rank_offset({name: elf.code(functions[name]) for name in functions}, elf.machine)
     caller = [compiled("nccl_loop.c", tmp_path, "-ldl"), library, str(rank_at), "ncclAllReduce"]
     with running(caller) as target:
+        (file,) = (file for file in mapped_files(target.pid) if file.path == str(library))
+        probed = examine(file, 0)
+        assert probed
         target.begin(f"0 {CALLS_PER_S}")
-        for _ in range(cycles):
-            # The smallest program on all places: what is tried is the kernel's coming and going, not the decoding.
-            program = Program(BPF_DIRECTORY / "check.c", {"TGID": target.pid})
-            try:
-                assert program.attach_uprobes(library, places, "on_call") == {}
-                wait_for_hit(program)
-            finally:
-                program.close()
+        program = Program(BPF_DIRECTORY / "nccl.c", {"RING_BYTES": 1 << 20})
+        try:
+            ring = program.ring("events", NCCL_EVENT)
+            program.set_hash("watched", (target.pid << 32).to_bytes(8, "little"), b"\1")
+            for _ in range(cycles):
+                assert program.attach_uprobes(library, probed.cookies, "on_entry", probed.needs) == {}
+                assert probed.returns
+                program.attach_session(library, *probed.returns, "on_group_end")
+                wait_for_call(ring)
+                program.detach_all()
+        finally:
+            program.close()
         in_memory, in_file = entry_bytes(target.pid, library)
         assert in_memory == in_file
         with probing() as probes:
@@ -54,7 +64,7 @@ def test_probes_that_come_and_go_cost_no_call(cycles: int, tmp_path: Path) -> No
         assert target.end() == 0
 
 
-def wait_for_hit(program: Program) -> None:
-    deadline = time.monotonic() + HIT_WITHIN_S
-    while program.percpu_sum("hits", 0) == 0:
+def wait_for_call(ring: Ring) -> None:
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while len(ring.read()) == 0:
         assert time.monotonic() < deadline, "the probes see none of the calls"

@@ -339,7 +339,6 @@ OVERLAY = (
 )
 
 
-@pytest.mark.xfail(reason="a call is counted once for each overlay mount of its library", strict=True)
 @needs_unshare
 def test_containers_that_share_a_layer_are_recorded_once_each(
     program: Path, nccl: Path, tmp_path: Path
@@ -380,9 +379,6 @@ def test_code_that_was_moved_to_other_memory_is_refused_and_not_idle(program: Pa
         assert str(nccl) in str(error)
 
 
-@pytest.mark.xfail(
-    reason="whether code was moved is asked of the first process that maps a file only", strict=True
-)
 def test_code_moved_in_one_process_is_recorded_in_another(program: Path, nccl: Path) -> None:
     with running([program, nccl]) as sound, running([program, nccl]) as moved:
         moved.act("move")

@@ -92,7 +92,7 @@ def test_a_process_that_filters_itself_while_recorded_loses_the_return_probe(lib
         # It lives also when it returns before Pulse has looked again.
         json.loads(target.act())
         probes.read()
-        probes.state()
+        probes.look_closer(None)
         assert (returns(probes), return_links()) == (False, 0)
         assert acts_and_is_recorded(target, probes) == [None, None, None]
         assert target.end() == 0

@@ -14,6 +14,7 @@ from fake_proc import FakeProc
 
 from pulse_bpf import targets
 from pulse_bpf.errors import AttachError
+from pulse_bpf.watch import Selection, Watch
 
 NCCL = "int ncclAllReduce(void) { return 0; } int ncclGroupEnd(void) { return 0; }"
 
@@ -265,4 +266,4 @@ def test_processes_are_found_by_what_they_map_and_not_by_its_name(proc: FakeProc
     named = proc.add(9, "1000-2000 r-xp 00000000 08:01 5 /libnccl.so.2\n") / "root"
     (named / "libnccl.so.2").write_text("no library")
     proc.add(10, maps="")
-    assert targets.find_nccl_processes(proc.root) == [7, 30]
+    assert Watch(Selection(everything=True), proc.root).changed() == [7, 30]

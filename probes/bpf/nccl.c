@@ -177,10 +177,9 @@ static __always_inline void fill_plan(struct nccl_event *event, struct pt_regs *
 }
 
 int on_entry(struct pt_regs *ctx) {
-    u64 task = bpf_get_current_pid_tgid();
-    if (!is_watched(task >> 32))
+    u64 task = bpf_get_current_pid_tgid(), cookie = bpf_get_attach_cookie(ctx);
+    if (!is_watched(task, cookie))
         return 0;
-    u64 cookie = bpf_get_attach_cookie(ctx);
     u8 call = COOKIE_CALL(cookie);
     u32 tid = task;
     if (call == NCCL_GROUP_START) {
@@ -220,9 +219,9 @@ int on_entry(struct pt_regs *ctx) {
  * all: it is not in processes that are not watched. A return is told by its address, which is the caller's.
  */
 int on_group_end(struct pt_regs *ctx) {
-    u64 task = bpf_get_current_pid_tgid();
+    u64 task = bpf_get_current_pid_tgid(), cookie = bpf_get_attach_cookie(ctx);
     bool is_entry = PT_REGS_IP(ctx) == bpf_get_func_ip(ctx);
-    if (!is_watched(task >> 32))
+    if (!is_watched(task, cookie))
         return is_entry;
     if (is_entry)
         return 0;
@@ -230,7 +229,7 @@ int on_group_end(struct pt_regs *ctx) {
     struct group_state *state = groups.lookup(&tid);
     if (!state || state->depth)
         return 0;
-    struct nccl_event *event = reserve(task, NCCL_LAUNCH, bpf_get_attach_cookie(ctx));
+    struct nccl_event *event = reserve(task, NCCL_LAUNCH, cookie);
     if (!event)
         return 0;
     event->group = group_name(tid, state);

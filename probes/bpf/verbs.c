@@ -1,5 +1,5 @@
 /* ibv_create_qp, ibv_modify_qp and ibv_destroy_qp at their default version: which queue pair talks to whom. A
- * place's cookie is its enum verbs_call.
+ * place's cookie is its enum verbs_call, and from bit 8 on the number of the file.
  *
  * Offsets are those of rdma-core's <infiniband/verbs.h> on 64-bit machines, part of its stable ABI
  * (IBVERBS_1.1); a test compares them with the installed header. What is seen is the request: a call that
@@ -62,10 +62,10 @@ static __always_inline void fill_attributes(struct qp_event *event, u64 attribut
 }
 
 int on_entry(struct pt_regs *ctx) {
-    u64 task = bpf_get_current_pid_tgid();
-    if (!is_watched(task >> 32))
+    u64 task = bpf_get_current_pid_tgid(), cookie = bpf_get_attach_cookie(ctx);
+    if (!is_watched(task, cookie))
         return 0;
-    u8 call = bpf_get_attach_cookie(ctx);
+    u8 call = cookie;
     struct qp_event *event = reserve(task, call, PT_REGS_PARM1(ctx));
     if (!event)
         return 0;
@@ -77,9 +77,9 @@ int on_entry(struct pt_regs *ctx) {
 
 /* Entry and return of ibv_create_qp; see on_group_end in nccl.c. */
 int on_create(struct pt_regs *ctx) {
-    u64 task = bpf_get_current_pid_tgid();
+    u64 task = bpf_get_current_pid_tgid(), cookie = bpf_get_attach_cookie(ctx);
     bool is_entry = PT_REGS_IP(ctx) == bpf_get_func_ip(ctx);
-    if (!is_watched(task >> 32))
+    if (!is_watched(task, cookie))
         return is_entry;
     u64 qp = PT_REGS_RC(ctx);
     if (is_entry || !qp)

@@ -218,18 +218,6 @@ class NcclLibrary:
         variable[:] = [communicator.address for communicator in made]
         return variable
 
-    def send(self, comm: FakeCommunicator, count: int, dtype: int, peer: int) -> int:
-        return self.call("Send", comm, count=count, dtype=dtype, peer=peer)
-
-    def group_start(self) -> int:
-        return self.call("GroupStart")
-
-    def group_end(self) -> int:
-        return self.call("GroupEnd")
-
-    def destroy(self, comm: FakeCommunicator) -> int:
-        return self.call("CommDestroy", comm)
-
 
 def _address(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
