@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -107,8 +108,8 @@ class NcclDecoder:
         return taken
 
     @property
-    def unknown_replays(self) -> int:
-        """Replays of CUDA graphs whose capture was not seen."""
+    def unknown_replays(self) -> Counter[int]:
+        """Replays of CUDA graphs whose capture was not seen, by process."""
         return self._graphs.unknown_replays
 
     def end_process(self, pid: int, gone_ns: int) -> None:

@@ -7,6 +7,8 @@ Source: NCCL's public source, 2.18 to 2.30 (ncclLaunchPrepare, hostStreamPlanCal
 
 from __future__ import annotations
 
+from collections import Counter
+
 import polars as pl
 
 _THREAD = ("pid", "tid")
@@ -46,13 +48,13 @@ class Graphs:
 
     Assumes that a launch's operators are those that its thread last called before the capture was noted: the last call,
     with the rest of its group. Where the plan's own communicator is not among them, the launch is not bound, and its
-    replays are counted in `unknown_replays`.
+    replays are counted in `unknown_replays`, by process.
     """
 
     def __init__(self) -> None:
         self._held = pl.DataFrame(schema=_HELD)
         self._replays = 0
-        self.unknown_replays = 0
+        self.unknown_replays: Counter[int] = Counter()
 
     def capture(self, calls: pl.DataFrame, notes: pl.DataFrame) -> pl.DataFrame:
         """`calls` with `captured` bool; what the notes say of them is kept for their replays.
@@ -103,7 +105,7 @@ class Graphs:
             strategy="backward",
             check_sortedness=False,
         )
-        self.unknown_replays += found["captured_ns"].null_count()
+        self.unknown_replays.update(found.filter(pl.col("captured_ns").is_null())["pid"])
         rows = (
             found.select(*_PLAN, "tid", "call_ns", "captured_ns", "group")
             .join(self._held, on=(*_PLAN, "captured_ns"), how="inner")

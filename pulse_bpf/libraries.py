@@ -41,7 +41,15 @@ class Library:
     @property
     def makes_device_comms(self) -> bool:
         """Whether kernels can be given communicators of their own, and are seen when they are."""
-        return any(cookie & 0xFF == NcclCall.DEVICE_COMM for cookie in self.cookies.values())
+        return self._has(NcclCall.DEVICE_COMM)
+
+    @property
+    def shows_graphs(self) -> bool:
+        """Whether captures into CUDA graphs and their replays are seen."""
+        return self._has(NcclCall.REPLAY)
+
+    def _has(self, call: NcclCall) -> bool:
+        return any(cookie & 0xFF == call for cookie in self.cookies.values())
 
 
 def examine(file: MappedFile, number: int) -> Library | None:

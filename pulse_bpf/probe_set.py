@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,11 +227,23 @@ class ProbeSet:
                 "last_ns": watched.gone_ns or last_ns,
                 "lost": self.lost,
                 "pid": watched.process.pid,
-                "unseen": watched.transport and watched.transport.unseen,
+                "unseen": [*self._unseen(watched)],
             }
             for watched in self._watched
         ]
         return pl.DataFrame(rows, COVERAGE)
+
+    def _unseen(self, watched: Watched) -> Iterator[str]:
+        if watched.transport:
+            yield from watched.transport.unseen
+        unknown = self._decoder.unknown_replays[watched.process.pid]
+        if unknown:
+            yield f"the operators of {unknown} replays of CUDA graphs, which were captured before the recording"
+        mapped = [
+            probed for (pid, _, _), (_, probed) in self._mapped.items() if pid == watched.process.pid
+        ]
+        if any(probed.library.kind == "nccl" and not probed.library.shows_graphs for probed in mapped):
+            yield "replays of CUDA graphs: its NCCL is stripped, or a release whose structures are not known"
 
     @property
     def running(self) -> int:
@@ -261,7 +273,7 @@ class ProbeSet:
             }
             for probed in self._files.values()
         ]
-        return {"files": files, "lost": self.lost, "unknown_replays": self._decoder.unknown_replays}
+        return {"files": files, "lost": self.lost, "unknown_replays": self._decoder.unknown_replays.total()}
 
     def close(self) -> None:
         """Takes every probe off; may be called more than once."""

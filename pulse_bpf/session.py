@@ -31,9 +31,9 @@ from pulse_bpf.watch import Watch
 
 POLL_S = 0.1
 # With SETTLE_S below, what happened a second ago is on the disk.
-ROTATE_S = 0.75
+ROTATE_S = 0.65
 # How long an operator waits for what becomes of it, its launch or its capture into a CUDA graph.
-SETTLE_S = 0.2
+SETTLE_S = 0.1
 # How often processes are looked for, and libraries that were opened since.
 WATCH_S = 2.0
 
