@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -160,6 +161,28 @@ def test_a_closed_probe_set_leaves_the_process_as_it_was(library: Path) -> None:
         assert target.act()
         assert probes.read()["ops"].is_empty()
         assert target.end() == 0
+
+
+@pytest.mark.bcc
+def test_a_kernel_without_links_of_many_places_takes_perf_events(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr("pulse_bpf.attach.link_uprobes", refuse)
+    with calling(library, 3) as target, probing() as probes:
+        probes.add(target.pid, "node1")
+        (file,) = probes.summary()["files"]
+        assert (file["attached"], file["returns"], file["problems"]) == (file["wanted"], False, [])
+        log = json.loads(target.act())
+        ops = probes.read()["ops"]
+        for (tid,), calls in ops.group_by("tid"):
+            assert calls["count"].to_list() == [call["count"] for call in log if call["tid"] == tid]
+        assert ops["group"].null_count() == sum(call["group"] == 0 for call in log)
+        probes.close()
+        in_memory, in_file = entry_bytes(target.pid, library)
+        assert in_memory == in_file
 
 
 @pytest.mark.bcc

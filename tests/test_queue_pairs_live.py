@@ -10,12 +10,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from pulse_bpf.attach import ProbeSet
 from pulse_bpf.lab import CACHE, network, vm
 from pulse_bpf.lab.nccl import library_path
 from pulse_bpf.nic.identity import read_nics
 from pulse_bpf.nic.nldev import Nldev
 from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.probe_set import ProbeSet
 
 TARGET = Path(__file__).with_name("targets") / "verbs_connect.py"
 
@@ -37,11 +37,11 @@ def _watch(library: Path) -> None:
     target = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert target.stdin is not None
     assert target.stdout is not None
-    probes = ProbeSet({target.pid: "here"}, 0)
+    probes = ProbeSet(0)
     try:
         assert target.stdout.readline() == "ready\n"
         table = QpTable(read_nics("here"))
-        probes.add(target.pid)
+        probes.add(target.pid, "here")
         target.stdin.write("connect\n")
         target.stdin.flush()
         numbers = json.loads(target.stdout.readline())
