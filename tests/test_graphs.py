@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
+from nccl_records import batch
 
 from pulse_bpf.probes.decode import NcclDecoder
-from pulse_bpf.probes.events import EVENT_VERSION, NCCL_EVENT, NO_SEQ, NcclCall
+from pulse_bpf.probes.events import EVENT_VERSION, NO_SEQ, NcclCall
 
 ONE, OTHER = 0x1000, 0x2000
 PLAN, OTHER_PLAN = 0xA000, 0xB000
@@ -17,14 +17,6 @@ def event(kind: NcclCall, mono_ns: int, **fields: int) -> dict[str, int]:
     identity = {"rank": 1, "nranks": 4, "comm_hash": fields.get("comm_ptr", ONE), "gpu": 0}
     plain = {"version": EVENT_VERSION, "tgid": 10, "tid": 11, "comm_ptr": ONE, "peer": -1, "nccl_seq": NO_SEQ}
     return {"kind": kind, "mono_ns": mono_ns, **plain, **identity, **fields}
-
-
-def batch(*events: dict[str, int]) -> NDArray[np.void]:
-    records = np.zeros(len(events), NCCL_EVENT)
-    for record, fields in zip(records, events, strict=True):
-        for name, value in fields.items():
-            record[name] = value
-    return records
 
 
 def decoder() -> NcclDecoder:

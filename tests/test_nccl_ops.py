@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from nccl_records import batch
 
 from pulse_bpf.probes.decode import NcclDecoder
-from pulse_bpf.probes.events import EVENT_VERSION, KINDS, NCCL_EVENT, NO_SEQ, NcclCall
+from pulse_bpf.probes.events import EVENT_VERSION, KINDS, NO_SEQ, NcclCall
 from pulse_bpf.schema import COMMS, NCCL_DTYPES, OPS, PER_RANK_KINDS, comm_id, conform
 
 WALL_OFFSET_NS = 1_700_000_000_000_000_000
@@ -23,14 +22,6 @@ NO_IDENTITY = (0, 0, 0, 0)
 def event(kind: int, **fields: int) -> dict[str, int]:
     plain = {"version": EVENT_VERSION, "tgid": 10, "comm_ptr": 0x1000, "peer": -1, "nccl_seq": NO_SEQ}
     return {"kind": kind, **plain, **fields}
-
-
-def batch(*events: dict[str, int]) -> NDArray[np.void]:
-    records = np.zeros(len(events), NCCL_EVENT)
-    for record, fields in zip(records, events, strict=True):
-        for name, value in fields.items():
-            record[name] = value
-    return records
 
 
 def known(rank: int = 3, nranks: int = 8, comm_hash: int = 0xABC, gpu: int = 2) -> dict[str, int]:
