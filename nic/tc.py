@@ -10,8 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import signal
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,10 +19,10 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from pulse_bpf.errors import HostError
+from pulse_bpf.nic.guard import Guard, wait_for_owner
 
 # TC_H_MAKE(TC_H_CLSACT, TC_H_MIN_INGRESS / TC_H_MIN_EGRESS) of linux/pkt_sched.h
 INGRESS, EGRESS = 0xFFFFFFF2, 0xFFFFFFF3
-_GUARD_TIMEOUT_S = 10
 _NAME = re.compile(r"pulse-(\d+)-(\d+)")
 
 
@@ -40,7 +38,7 @@ class TcFilters:
         self._name = f"pulse-{os.getpid()}-{_start_ticks(os.getpid())}"
         self._indexes: list[int] = []
         self._own_clsacts: list[int] = []
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
 
     def attach(self, netdevs: Iterable[str], ingress_fd: int, egress_fd: int) -> dict[str, int]:
         """Runs the two loaded programs on every packet of `netdevs`; returns the index of each interface.
@@ -58,7 +56,7 @@ class TcFilters:
                     )
                 found[netdev] = indexes[0]
             self._indexes = list(found.values())
-            self._start_guard()
+            self._guard = Guard(__file__, self._name, *map(str, self._indexes))
             for netdev, index in found.items():
                 try:
                     remove_leftovers(ipr, index)
@@ -82,30 +80,9 @@ class TcFilters:
         if self._guard is None:
             return
         guard, self._guard = self._guard, None
-        assert guard.stdin is not None
-        try:
-            guard.stdin.close()
-            failed = guard.wait(_GUARD_TIMEOUT_S) != 0
-        except (BrokenPipeError, subprocess.TimeoutExpired):
-            guard.kill()
-            guard.wait()
-            failed = True
-        if failed:
+        if not guard.close():
             with IPRoute() as ipr:
                 _remove(ipr, self._name, self._indexes, self._own_clsacts)
-
-    def _start_guard(self) -> None:
-        """Waits until the guard is there: from then on this process may die at any moment."""
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", __file__, self._name, *map(str, self._indexes)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-        )
-        assert self._guard.stdout is not None
-        with self._guard.stdout as ready:
-            if not ready.read(1):
-                raise HostError("the process that removes tc filters after a crash does not start")
 
     def _ensure_clsact(self, ipr: IPRoute, index: int) -> None:
         if _clsact_is_ours(ipr, index):
@@ -121,9 +98,7 @@ class TcFilters:
         if own:
             self._own_clsacts.append(index)
             assert self._guard is not None
-            assert self._guard.stdin is not None
-            self._guard.stdin.write(b"%d\n" % index)
-            self._guard.stdin.flush()
+            self._guard.tell(str(index))
 
 
 def remove_leftovers(ipr: IPRoute, index: int) -> None:
@@ -207,12 +182,8 @@ def _start_ticks(pid: int) -> int | None:
 
 
 def _guard(name: str, indexes: list[int]) -> None:
-    """Waits for the owner's end of the pipe to close, by its will or its death, then removes what it left."""
-    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    os.write(1, b".")
-    os.close(1)
-    own_clsacts = [int(line) for line in sys.stdin]
+    """Waits for the end of the owner, then removes what it left."""
+    own_clsacts = [int(line) for line in wait_for_owner()]
     with IPRoute() as ipr:
         _remove(ipr, name, indexes, own_clsacts)
 

@@ -402,7 +402,7 @@ def test_without_its_guard_the_reader_cleans_up_itself(program: Program, cable: 
     reader.start()
     guard = reader._filters._guard
     assert guard is not None
-    guard.kill()
+    os.kill(guard.pid, signal.SIGKILL)
     assert len(filter_names(device)) == 2
     reader.stop()
     assert not has_clsact(device)
