@@ -1,25 +1,36 @@
-"""Live RoCEv2 packets: bytes per queue pair, direction and time bin, counted by a BPF program at tc."""
+"""Live RoCEv2 packets: bytes per queue pair, direction and time bin, counted by a BPF program at tc or XDP."""
 
 from __future__ import annotations
 
 import ipaddress
-import sys
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.errors import UsageError
+from pulse_bpf.errors import HostError, UsageError
 from pulse_bpf.nic import Source, Tables, Tap
+from pulse_bpf.nic.identity import gid_text
 from pulse_bpf.nic.qps import QpTable
-from pulse_bpf.nic.tc import TcFilters
+from pulse_bpf.nic.tc import EGRESS, INGRESS, TcFilters
+from pulse_bpf.nic.xdp import XdpLinks, XdpProgram
 from pulse_bpf.schema import I64, STR, U8, U32, conform
 
-# Mirrors of probes/bpf/roce.h.
-FLOW = np.dtype([("ifindex", "<u4"), ("egress", "<u4"), ("source", "<u4"), ("target", "<u4"), ("qpn", "<u4")])
+# Mirrors of probes/bpf/roce.h. An address is 16 bytes in network byte order.
+FLOW = np.dtype(
+    [
+        ("qpn", "<u4"),
+        ("ifindex", "<u4"),
+        ("egress", "<u4"),
+        ("reserved", "<u4"),
+        ("source", "<u8", (2,)),
+        ("target", "<u8", (2,)),
+    ]
+)
 COUNTS = np.dtype(
     [
         ("bytes", "<u8"),
@@ -33,18 +44,20 @@ COUNTS = np.dtype(
     ]
 )
 COUNT_COLUMNS = list(COUNTS.names or ())
-BIN = np.dtype([("start_ns", "<u8"), ("flow", FLOW), ("cpu", "<u4"), ("counts", COUNTS)])
-OPEN_BIN = np.dtype([("start_ns", "<u8"), ("counts", COUNTS)])
-PACKETS, RING_FULL, FLOWS_FULL, UNDECODED = range(4)
+BIN = np.dtype([("start_ns", "<u8"), ("flow", FLOW), ("counts", COUNTS)])
+SET = np.dtype([("bins", BIN, (4,))])
+COUNTED, LOST_PACKETS, LOST_BINS = range(3)
+# What is not counted in bins, by kind: the other indexes of `totals`, in order.
+KINDS = ["fragment", "merged", "malformed", "uc", "rd", "ud", "xrc", "reserved"]
 
 SOURCE_NAME = "packets"
 # Until a sender's queue pair is known its counts wait; a listing of all queue pairs comes about once a second.
 HOLD_NS = 10_000_000_000
 
-_PORTS = pl.Schema({"ifindex": U32, "egress": U32, "address": U32, "node": STR, "nic": STR, "port": U8})
+_PORTS = pl.Schema({"ifindex": U32, "egress": U32, "address": STR, "node": STR, "nic": STR, "port": U8})
 
 
-class Meter(Protocol):
+class Meter(XdpProgram, Protocol):
     """The loaded probes/bpf/roce.c, compiled with BIN_NS."""
 
     def load_tc(self, function: str) -> int: ...
@@ -61,12 +74,19 @@ class PacketReader:
     `bin_ns` must be the BIN_NS that `program` was compiled with; `wall_offset_ns` turns CLOCK_MONOTONIC into
     wall time and is constant, so that all bins have one phase. Packets neither from nor to a GID of the tap,
     as a bridge floods them, are counted apart in `counters`. A bin is read when a later packet of its flow comes on
-    the same CPU, or at the end: one bin may come in several rows, in different batches, which add up.
-    UsageError when two taps show one port.
+    the same CPU, when another flow needs its place, or at the end: one bin may come in several rows, in different
+    batches, which add up. With `xdp`, what an interface receives is counted at XDP where it takes that, else at
+    tc as what it sends. UsageError when two taps show one port.
     """
 
     def __init__(
-        self, taps: Sequence[Tap], program: Meter, qps: QpTable, bin_ns: int, wall_offset_ns: int
+        self,
+        taps: Sequence[Tap],
+        program: Meter,
+        qps: QpTable,
+        bin_ns: int,
+        wall_offset_ns: int,
+        xdp: bool = False,
     ) -> None:
         ports = [(tap.node, tap.nic, tap.port) for tap in taps]
         for port in ports:
@@ -78,6 +98,8 @@ class PacketReader:
         self._bin_ns = bin_ns
         self._wall_offset_ns = wall_offset_ns
         self._filters = TcFilters()
+        self._xdp = XdpLinks(program, "roce_xdp") if xdp else None
+        self._xdp_modes: dict[str, str] = {}
         self._ring: Any = None
         self._drained: list[NDArray[np.void]] = []
         self._held: pl.DataFrame | None = None
@@ -88,18 +110,27 @@ class PacketReader:
     @property
     def source(self) -> Source:
         sides = " and ".join(sorted({tap.side for tap in self._taps}))
-        return Source(SOURCE_NAME, f"tc clsact, {sides} side", True, ("rx", "tx"), self._bin_ns, "payload")
+        xdp = "".join(f"{mode} XDP at {netdev}, " for netdev, mode in sorted(self._xdp_modes.items()))
+        return Source(
+            SOURCE_NAME, f"{xdp}tc clsact, {sides} side", True, ("rx", "tx"), self._bin_ns, "payload"
+        )
 
     def start(self) -> None:
         """Begins to count; HostError, with nothing left attached, when an interface is missing or refuses."""
+        netdevs = _indexes(tap.netdev for tap in self._taps)
         ingress, egress = self._program.load_tc("roce_ingress"), self._program.load_tc("roce_egress")
         self._ring = self._program.ring("closed_bins", BIN)
         try:
-            indexes = self._filters.attach(sorted({tap.netdev for tap in self._taps}), ingress, egress)
+            self._xdp_modes = self._xdp.attach(netdevs) if self._xdp else {}
+            at_tc = {
+                netdev: {EGRESS: egress} if netdev in self._xdp_modes else {INGRESS: ingress, EGRESS: egress}
+                for netdev in netdevs
+            }
+            self._filters.attach(netdevs, at_tc)
         except BaseException:
-            self._filters.detach()
+            self._detach()
             raise
-        self._map_ports(indexes)
+        self._map_ports(netdevs)
         self._first_ns = self._last_ns = self._now_ns()
         self._running = True
 
@@ -127,7 +158,7 @@ class PacketReader:
         if self._running:
             # Before the filters go one by one: until here all of them were there.
             self._last_ns = self._now_ns()
-        self._filters.detach()
+        self._detach()
         if not self._running:
             return {}
         self._running = False
@@ -138,10 +169,10 @@ class PacketReader:
     def coverage(self) -> pl.DataFrame:
         """One row per tap and direction, from start to the last read.
 
-        The kernel side cannot tell which tap a bin lost was from: every row's `lost` is that of the whole reader,
-        an upper bound (bins lost to a full ring buffer, packets lost to a full table of flows).
+        The kernel side cannot tell which tap a packet lost was from: every row's `lost` is that of the whole reader,
+        an upper bound (the packets of bins that a full ring buffer did not take).
         """
-        lost = self._program.percpu_sum("totals", RING_FULL) + self._program.percpu_sum("totals", FLOWS_FULL)
+        lost = self._program.percpu_sum("totals", LOST_PACKETS)
         rows = [
             (tap.node, SOURCE_NAME, tap.nic, tap.port, direction, self._first_ns, self._last_ns, lost)
             for tap in self._taps
@@ -151,15 +182,22 @@ class PacketReader:
         return conform(pl.DataFrame(rows, schema=columns, orient="row"), "coverage")
 
     def counters(self) -> dict[str, int]:
-        """Packets by what became of them, and bins lost, since start."""
+        """Packets by what became of them, and bins lost, since start; those not counted also by kind."""
         total = self._program.percpu_sum
+        kinds = {kind: total("totals", index) for index, kind in enumerate(KINDS, LOST_BINS + 1)}
         return {
-            "packets": total("totals", PACKETS),
+            "packets": total("totals", COUNTED),
             "foreign_packets": self._foreign_packets,
-            "undecoded_packets": total("totals", UNDECODED),
-            "lost_packets": total("totals", FLOWS_FULL),
-            "lost_bins": total("totals", RING_FULL),
+            "lost_packets": total("totals", LOST_PACKETS),
+            "lost_bins": total("totals", LOST_BINS),
+            "undecoded_packets": sum(kinds.values()),
+            **{f"{kind}_packets": count for kind, count in kinds.items()},
         }
+
+    def _detach(self) -> None:
+        if self._xdp:
+            self._xdp.detach()
+        self._filters.detach()
 
     def _now_ns(self) -> int:
         return time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._wall_offset_ns
@@ -172,7 +210,8 @@ class PacketReader:
         """Which (interface, hook, own address) shows which port receiving, and which shows it sending."""
         receiving, sending = [], []
         for tap in self._taps:
-            for address in filter(None, map(_address, tap.gids)):
+            # A card lists an address once for each version of RoCE.
+            for address in sorted(set(tap.gids)):
                 port = (address, tap.node, tap.nic, tap.port)
                 faces_device = tap.side == "device"
                 receiving.append((indexes[tap.netdev], 0 if faces_device else 1, *port))
@@ -181,12 +220,9 @@ class PacketReader:
         self._sending = pl.DataFrame(sending, schema=_PORTS, orient="row")
 
     def _open_bins(self) -> NDArray[np.void]:
-        flows, values = self._program.read_percpu_hash("open_bins", FLOW, OPEN_BIN)
-        flow, cpu = np.nonzero(values["counts"]["packets"])
-        bins = np.zeros(len(flow), BIN)
-        bins["start_ns"], bins["counts"] = values["start_ns"][flow, cpu], values["counts"][flow, cpu]
-        bins["flow"], bins["cpu"] = flows[flow], cpu
-        return bins
+        _, sets = self._program.read_percpu_hash("open_bins", np.dtype("<u4"), SET)
+        bins: NDArray[np.void] = sets["bins"].reshape(-1)
+        return bins[bins["counts"]["packets"] > 0]
 
     def _tables(self, raw: NDArray[np.void], give_up_ns: int) -> Tables:
         """The tables of bins as the kernel hands them out; counts older than `give_up_ns` wait no longer for
@@ -201,14 +237,14 @@ class PacketReader:
         foreign = _at_ports(foreign, self._sending, "source", "anti")
         self._foreign_packets += int(foreign["packets"].sum())
 
-        rx = rx.with_columns(_gid("source").alias("peer_gid"), _gid("target").alias("local_gid"))
+        rx = rx.rename({"source": "peer_gid", "target": "local_gid"})
         port = ["node", "nic", "port"]
         self._qps.observe_capture(
             rx.group_by(*port, "qpn", "local_gid", "peer_gid").agg(pl.col("packets").sum())
         )
         rx = self._qps.flows(rx)
 
-        tx = tx.rename({"qpn": "peer_qpn"}).with_columns(_gid("target").alias("peer_gid"))
+        tx = tx.rename({"qpn": "peer_qpn", "target": "peer_gid"})
         tx = tx.select(*port, "peer_gid", "peer_qpn", "t_ns", "last_ns", *COUNT_COLUMNS)
         tx = self._qps.resolve_tx(tx if self._held is None else pl.concat([self._held, tx]))
         resolved = pl.col("qpn").is_not_null()
@@ -239,11 +275,26 @@ class PacketReader:
 
 
 def _frame(bins: NDArray[np.void]) -> pl.DataFrame:
-    """The bins as flat columns of their own."""
+    """The bins as flat columns of their own, the addresses as GIDs."""
     columns = {"start_ns": bins["start_ns"]}
-    for part in ("flow", "counts"):
-        columns.update({name: bins[part][name] for name in bins.dtype[part].names or ()})
-    return pl.DataFrame({name: np.ascontiguousarray(values) for name, values in columns.items()})
+    columns.update({name: bins["flow"][name] for name in ("qpn", "ifindex", "egress")})
+    columns.update({name: bins["counts"][name] for name in COUNT_COLUMNS})
+    frame = pl.DataFrame({name: np.ascontiguousarray(values) for name, values in columns.items()})
+    return frame.with_columns(_gids(bins["flow"][name]).alias(name) for name in ("source", "target"))
+
+
+def _gids(addresses: NDArray[np.uint64]) -> pl.Series:
+    """Addresses [n, 2] in network byte order as text; of the few there are each is written once."""
+    halves = pl.DataFrame(
+        {"first": np.ascontiguousarray(addresses[:, 0]), "second": np.ascontiguousarray(addresses[:, 1])}
+    )
+    distinct = halves.unique()
+    texts = [
+        gid_text(ipaddress.IPv6Address(bytes(address)))
+        for address in distinct.to_numpy(order="c").view("V16").ravel()
+    ]
+    written = distinct.with_columns(pl.Series("gid", texts, STR))
+    return halves.join(written, on=["first", "second"], how="left", maintain_order="left")["gid"]
 
 
 def _at_ports(
@@ -265,15 +316,14 @@ def _events(rx: pl.DataFrame) -> pl.DataFrame:
     return conform(summed, "events").sort("t_ns", "nic", "qpn", "kind")
 
 
-def _gid(address: str) -> pl.Expr:
-    """Column `address`, an IPv4 address in network byte order, as the GID ::ffff:a.b.c.d."""
-    value = pl.col(address)
-    return pl.format(
-        "::ffff:{}.{}.{}.{}", value & 255, value // 256 & 255, value // 65536 & 255, value // 2**24
-    )
-
-
-def _address(gid: str) -> int | None:
-    """The IPv4 address of a GID as the kernel side loads it; None when it has none."""
-    mapped = ipaddress.IPv6Address(gid).ipv4_mapped
-    return int.from_bytes(mapped.packed, sys.byteorder) if mapped else None
+def _indexes(netdevs: Iterable[str]) -> dict[str, int]:
+    """The index of each interface, sorted by name; HostError when one is missing."""
+    found = {}
+    for netdev in sorted(set(netdevs)):
+        try:
+            found[netdev] = socket.if_nametoindex(netdev)
+        except OSError as error:
+            raise HostError(
+                f"there is no network interface {netdev}", next_step="List them: ip -br link"
+            ) from error
+    return found

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,20 @@ class TcFilters:
         self._own_clsacts: list[int] = []
         self._guard: Guard | None = None
 
-    def attach(self, netdevs: Iterable[str], ingress_fd: int, egress_fd: int) -> dict[str, int]:
-        """Runs the two loaded programs on every packet of `netdevs`; returns the index of each interface.
+    def attach(self, netdevs: Mapping[str, int], programs: Mapping[str, Mapping[int, int]]) -> None:
+        """Runs programs[netdev][INGRESS or EGRESS], loaded, on the packets of `netdevs` (name: index).
 
         They come first where that is possible, else after the filters that are there. HostError when an
-        interface is missing or refuses; what was attached until then stays for `detach`.
+        interface refuses; what was attached until then stays for `detach`.
         """
+        self._indexes = list(netdevs.values())
+        self._guard = Guard(__file__, self._name, *map(str, self._indexes))
         with IPRoute() as ipr:
-            found: dict[str, int] = {}
-            for netdev in netdevs:
-                indexes = ipr.link_lookup(ifname=netdev)
-                if not indexes:
-                    raise HostError(
-                        f"there is no network interface {netdev}", next_step="List them: ip -br link"
-                    )
-                found[netdev] = indexes[0]
-            self._indexes = list(found.values())
-            self._guard = Guard(__file__, self._name, *map(str, self._indexes))
-            for netdev, index in found.items():
+            for netdev, index in netdevs.items():
                 try:
                     remove_leftovers(ipr, index)
                     self._ensure_clsact(ipr, index)
-                    for hook, fd in ((INGRESS, ingress_fd), (EGRESS, egress_fd)):
+                    for hook, fd in programs[netdev].items():
                         _add_filter(ipr, index, hook, fd, self._name)
                 except NetlinkError as error:
                     raise HostError(
@@ -69,7 +61,6 @@ class TcFilters:
                         os.strerror(error.code),
                         f"See what is there: tc qdisc show dev {netdev}",
                     ) from error
-        return found
 
     def detach(self) -> None:
         """Removes the filters, the qdiscs made for them and the guard; may be called more than once.

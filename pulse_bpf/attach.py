@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pulse_bpf.bcc_errors import explained
 from pulse_bpf.errors import AttachError, HostError
-from pulse_bpf.links import UPROBE_MULTI, UPROBE_SESSION, link_uprobe, link_uprobes, refusal
+from pulse_bpf.links import UPROBE_MULTI, UPROBE_SESSION, link_uprobe, link_uprobes, link_xdp, refusal
 from pulse_bpf.probes import BPF_DIRECTORY
 from pulse_bpf.ring import Ring
 
@@ -101,7 +101,7 @@ class Program:
         return len(self._links)
 
     def detach(self, link: int) -> None:
-        """Takes off what attach_session returned."""
+        """Takes off what attach_session or attach_xdp returned."""
         self._links.remove(link)
         os.close(link)
 
@@ -113,6 +113,19 @@ class Program:
     def load_tc(self, function: str) -> int:
         """The file descriptor of `function`, loaded as a traffic-control classifier."""
         return self._load(function, self._bcc.BPF.SCHED_CLS)
+
+    def load_xdp(self, function: str) -> int:
+        """The file descriptor of `function`, loaded as an XDP program."""
+        return self._load(function, self._bcc.BPF.XDP)
+
+    def attach_xdp(self, function: str, ifindex: int, flags: int) -> int:
+        """Runs `function` on every packet an interface receives, in the XDP mode of `flags`, until `detach`.
+
+        OSError when the interface refuses; HostError when the kernel refuses the program.
+        """
+        link = link_xdp(self.load_xdp(function), ifindex, flags)
+        self._links.append(link)
+        return link
 
     def table_fd(self, name: str) -> int:
         """The file descriptor of the map `name`; KeyError when the program has no such map."""

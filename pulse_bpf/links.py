@@ -18,6 +18,7 @@ from pulse_bpf.errors import AttachError, HostError
 
 # linux/bpf.h: enum bpf_cmd, enum bpf_attach_type.
 _LINK_CREATE = 28
+_XDP = 37
 _PERF_EVENT = 41
 UPROBE_MULTI = 48
 UPROBE_SESSION = 57
@@ -60,6 +61,14 @@ def link_uprobe(program_fd: int, path: Path, offset: int, cookie: int) -> tuple[
     except OSError:
         os.close(event)
         raise
+
+
+def link_xdp(program_fd: int, ifindex: int, flags: int) -> int:
+    """A link from a program to the ingress of an interface, `flags` its XDP mode (linux/if_link.h); its descriptor.
+
+    OSError when the interface refuses, as it does while it holds another XDP program.
+    """
+    return bpf(_LINK_CREATE, struct.pack("<4I", program_fd, ifindex, _XDP, flags))
 
 
 def refusal(what: str, error: OSError) -> AttachError | HostError:

@@ -18,10 +18,11 @@ from pulse_bpf.probes.verbs import QP_EVENTS
 from pulse_bpf.schema import NICS
 
 # Port a/rxe1 is seen at its own interface 5, b/rxe2 at the switch's interface 6, and nobody has C.
-ADDRESS = {"A": "10.0.0.1", "B": "10.0.0.2", "C": "10.0.0.3"}
+ADDRESS = {"A": "::ffff:10.0.0.1", "B": "2001:db8::1:0:2", "C": "::ffff:10.0.0.3"}
 TAPS = [
-    Tap("a", "rxe1", 1, "h1", "device", (f"::ffff:{ADDRESS['A']}", "fe80::1")),
-    Tap("b", "rxe2", 1, "p2", "switch", (f"::ffff:{ADDRESS['B']}",)),
+    # A card lists an address twice, once for each version of RoCE.
+    Tap("a", "rxe1", 1, "h1", "device", (ADDRESS["A"], "fe80::1", ADDRESS["A"])),
+    Tap("b", "rxe2", 1, "p2", "switch", (ADDRESS["B"],)),
 ]
 IFINDEX = {"h1": 5, "p2": 6}
 # (node, own address, that of its peer, its interface, the hook that sees what it receives)
@@ -50,16 +51,16 @@ kernel_bins = st.lists(
 )
 
 
-def raw(name: str) -> int:
-    return int.from_bytes(ipaddress.IPv4Address(ADDRESS[name]).packed, "little")
+def raw(name: str) -> tuple[int, ...]:
+    packed = ipaddress.IPv6Address(ADDRESS[name]).packed
+    return tuple(int.from_bytes(packed[at : at + 8], "little") for at in (0, 8))
 
 
 def pack(bins: list[dict[str, Any]]) -> np.ndarray[Any, Any]:
     packed = [
         (
             b["start_ns"],
-            (b["ifindex"], b["egress"], raw(b["source"]), raw(b["target"]), b["qpn"]),
-            0,
+            (b["qpn"], b["ifindex"], b["egress"], 0, raw(b["source"]), raw(b["target"])),
             b["counts"],
         )
         for b in bins
@@ -77,7 +78,7 @@ def known_qps() -> QpTable:
             "port": 1,
             "qpn": qpn,
             "peer_qpn": qpn + 1,
-            "peer_gid": f"::ffff:{ADDRESS[peer]}",
+            "peer_gid": ADDRESS[peer],
             "state": 2,
             "t_ns": OFFSET_NS,
             "destroyed": False,

@@ -4,11 +4,12 @@
 
 /* One direction of one queue pair as its packets name it: they carry the QPN of the receiver only. */
 struct roce_flow {
+    u32 qpn; /* destination QP */
     u32 ifindex;
     u32 egress; /* hook that saw the packet: 0 ingress, 1 egress */
-    u32 source; /* IPv4 address, network byte order */
-    u32 target; /* IPv4 address, network byte order */
-    u32 qpn;    /* destination QP */
+    u32 reserved;
+    u64 source[2]; /* IPv6 address, or IPv4 address as ::ffff:a.b.c.d, network byte order */
+    u64 target[2];
 };
 
 struct roce_counts {
@@ -22,20 +23,32 @@ struct roce_counts {
     u32 cnps; /* congestion notifications */
 };
 
-/* One closed bin of one flow on one CPU, a record of the ring buffer. */
+/* One bin of one flow on one CPU; closed, it is a record of the ring buffer. */
 struct roce_bin {
     u64 start_ns; /* CLOCK_MONOTONIC */
     struct roce_flow flow;
-    u32 cpu;
     struct roce_counts counts;
 };
 
-/* Indexes of the per-CPU array `totals`. */
+/* The bins that are open on one CPU for flows of one hash. A flow that finds no room closes the oldest. */
+#define ROCE_WAYS 4
+struct roce_set {
+    struct roce_bin bins[ROCE_WAYS];
+};
+
+/* Indexes of the per-CPU array `totals`: packets for UDP port 4791 by what became of them, and bins lost. */
 enum roce_total {
-    ROCE_PACKETS,    /* counted in some bin */
-    ROCE_RING_FULL,  /* bins lost because user space was too slow */
-    ROCE_FLOWS_FULL, /* packets lost because there are more flows than MAX_FLOWS */
-    ROCE_UNDECODED,  /* packets for UDP port 4791 of a kind that is not counted: IPv6, fragments, UD, XRC */
+    ROCE_COUNTED,      /* counted in some bin, those that were lost with it included */
+    ROCE_LOST_PACKETS, /* counted in a bin that was lost because user space was too slow */
+    ROCE_LOST_BINS,
+    ROCE_FRAGMENT,  /* the first fragment; later ones carry no port and are invisible */
+    ROCE_MERGED,    /* by receive offload, their headers are lost */
+    ROCE_MALFORMED, /* lengths that contradict each other, or cut short inside a header that is needed */
+    ROCE_UC,        /* unreliable connection */
+    ROCE_RD,        /* reliable datagram */
+    ROCE_UD,        /* datagram, such as connection management */
+    ROCE_XRC,       /* extended reliable connection */
+    ROCE_RESERVED,  /* opcodes that the specification has none for, or leaves to vendors */
     ROCE_TOTALS
 };
 
