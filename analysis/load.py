@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,9 +43,10 @@ class Recording:
         return self.tables[table]
 
 
-def load(directories: Sequence[Path]) -> Recording:
+def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -> Recording:
     """Reads `directories` as one recording; rows keep the order of directories and parts. One given twice counts once.
 
+    Tables not `wanted` are left empty.
     Damaged parts are skipped and named. DataError when a directory is no recording or may not be looked into, or
     when it has parts and none of them can be read.
     """
@@ -54,7 +55,7 @@ def load(directories: Sequence[Path]) -> Recording:
     damaged: list[str] = []
     for directory in dict.fromkeys(path.resolve() for path in directories):
         try:
-            files = _parts_of(directory)
+            files = [(table, path) for table, path in parts_of(directory) if table in wanted]
             manifests += _manifests_of(directory, damaged)
         except OSError as error:
             raise DataError(
@@ -93,7 +94,7 @@ def _together(table: str, frames: list[pl.DataFrame]) -> pl.DataFrame:
     return together if table in STREAMED else together.unique(maintain_order=True)
 
 
-def _parts_of(directory: Path) -> list[tuple[str, Path]]:
+def parts_of(directory: Path) -> list[tuple[str, Path]]:
     """(table, file) of every part in `directory`."""
     if not directory.is_dir():
         reason = "it is not a directory" if directory.exists() else "it does not exist"

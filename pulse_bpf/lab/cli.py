@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pulse_bpf.errors import OK, HostError, UsageError
+from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
 
 
 def add_commands(verbs: Any) -> None:
@@ -43,6 +43,19 @@ def add_commands(verbs: Any) -> None:
     run.add_argument("--seed", type=int, default=None)
     run.set_defaults(func=_run)
 
+    replay = commands.add_parser("replay", help="a recording's samples as RoCEv2 packets, at their times")
+    replay.add_argument("recording", type=Path, metavar="DIR")
+    where = replay.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--dev", metavar="VETH", help="send out of this end of a veth pair; measure at the other"
+    )
+    where.add_argument("--pcap", type=Path, metavar="FILE", help="write a capture instead")
+    replay.add_argument(
+        "--speed", type=_positive, default=1.0, metavar="X", help="times that of the recording"
+    )
+    replay.add_argument("--seconds", type=_positive, metavar="S", help="only the first S seconds of it")
+    replay.set_defaults(func=_as_root(_replay))
+
 
 def _as_root(verb: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
     """`verb` with a HostError in place of the kernel's refusal to let an ordinary user do it."""
@@ -64,6 +77,12 @@ def _count(text: str) -> int:
     if not 2 <= int(text) <= 16:
         raise argparse.ArgumentTypeError("from 2 to 16")
     return int(text)
+
+
+def _positive(text: str) -> float:
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError("more than 0")
+    return float(text)
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -133,3 +152,15 @@ def _run(arguments: argparse.Namespace) -> int:
     again += ["-d", str(arguments.seconds), "--bin-us", str(arguments.bin_us)]
     again += [] if arguments.host is None else ["--host", str(arguments.host)]
     return run(plan, again)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from pulse_bpf.lab import replay
+
+    speed, seconds = arguments.speed, arguments.seconds
+    if arguments.pcap is not None:
+        replayed = replay.to_pcap(arguments.recording, arguments.pcap, speed=speed, seconds=seconds)
+    else:
+        replayed = replay.to_device(arguments.recording, arguments.dev, speed=speed, seconds=seconds)
+    print("\n".join(replay.told(replayed)))
+    return PARTIAL if replayed.left_out or replayed.dropped_packets else OK

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import subprocess
 from collections.abc import Sequence
 from ctypes import POINTER, c_char_p, c_double, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
 from pulse_bpf.errors import HostError
 from pulse_bpf.lab import CACHE
+from pulse_bpf.lab.compiled import compiled
 
 SOURCE = Path(__file__).with_name("ring.c")
-_COMPILE = ("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC")
-_INSTALL = "Install what it needs: apt-get install gcc libibverbs-dev"
+_COMPILE = ("gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-libverbs")
 # Index 1 of a soft-RoCE device is its IPv4 address as a RoCE v2 GID.
 _GID_INDEX = 1
 _SLICE_BYTES = 16384
@@ -25,25 +22,7 @@ _NO_PROGRESS_S = 120.0
 
 def library_path() -> Path:
     """The compiled ring.c in the cache, made when there is none of this source; HostError when that fails."""
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(_COMPILE).encode()).hexdigest()
-    library = CACHE / f"ring-{digest[:16]}.so"
-    if library.exists():
-        return library
-    partial = library.with_suffix(f".{os.getpid()}.tmp")
-    what = "cannot compile the lab's data path"
-    try:
-        CACHE.mkdir(parents=True, exist_ok=True)
-        command = [*_COMPILE, "-o", str(partial), str(SOURCE), "-libverbs"]
-        subprocess.run(command, check=True, capture_output=True, text=True)
-        partial.rename(library)
-    except subprocess.CalledProcessError as error:
-        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
-        raise HostError(what, reason, _INSTALL) from error
-    except OSError as error:
-        raise HostError(what, str(error), _INSTALL) from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return library
+    return compiled(SOURCE, CACHE, _COMPILE, "gcc libibverbs-dev")
 
 
 class Ring:
