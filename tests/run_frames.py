@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pulse_bpf.links import system_call
 
 _TEST_RUN = 10  # linux/bpf.h, enum bpf_cmd
-MIN_BYTES, MAX_BYTES = 15, 3000  # what every kernel takes as a frame
+_MAX_BYTES = 3000  # what every kernel takes as a frame
 
 
 class _TestRun(ctypes.Structure):
@@ -33,11 +33,11 @@ def run_frames(program_fd: int, frames: Iterable[bytes], repeat: int = 1) -> tup
     Returns all values the program returned, and for each frame the mean time of a run in ns.
     """
     returned, times_ns = set(), []
-    data = ctypes.create_string_buffer(MAX_BYTES)
+    data = ctypes.create_string_buffer(_MAX_BYTES)
     attributes = _TestRun(program_fd=program_fd, data_in=ctypes.addressof(data), repeat=repeat)
     for frame in frames:
         data[: len(frame)] = frame
-        attributes.data_in_bytes = len(frame)
+        attributes.data_in_bytes, attributes.data_out_bytes = len(frame), 0
         system_call("bpf", _TEST_RUN, ctypes.byref(attributes), ctypes.sizeof(attributes))
         returned.add(attributes.returned)
         times_ns.append(attributes.mean_ns)
