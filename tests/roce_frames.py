@@ -56,7 +56,7 @@ class Packet:
     """One packet to queue pair `qpn` between two IPv4 or two IPv6 addresses.
 
     `payload` counts neither padding nor checksum. `fragment` is the field of the IPv4 header, or that of an IPv6
-    fragment header. `options` are words of IPv4 options; `extensions` are IPv6 extension headers of 8 bytes.
+    fragment header. `options` are words of IPv4 options; `extensions` are IPv6 extension headers.
     """
 
     kind: str
@@ -98,10 +98,9 @@ class Packet:
             return b"\x08\x00" + header + bytes(4 * self.options) + datagram
         chain = [*self.extensions, 17]
         for own, following in zip(reversed(chain[:-1]), reversed(chain), strict=False):
-            is_fragment = own == FRAGMENT
-            # Of 8 bytes: the length is 0 in units of 8 bytes less 1, in an authentication header of 4 bytes less 2.
-            middle = struct.pack(">BHI", 0, self.fragment, 7) if is_fragment else bytes(7)
-            datagram = bytes([following]) + middle + datagram
+            # Of 8 bytes, which the length calls 0; an authentication header of 12, which it calls 1.
+            rest = {FRAGMENT: struct.pack(">BHI", 0, self.fragment, 7), AUTHENTICATION: b"\1" + bytes(10)}
+            datagram = bytes([following]) + rest.get(own, bytes(7)) + datagram
         fixed6 = (6 << 28, len(datagram), chain[0], 64, source, target)
         return b"\x86\xdd" + struct.pack(">IHBB16s16s", *fixed6) + datagram
 
