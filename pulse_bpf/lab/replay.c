@@ -41,7 +41,9 @@
 #define START_AFTER_NS 20000000
 #define SLEEP_NS 1000000
 #define WAKE_EARLY_NS 200000
+#ifndef GIVE_UP_NS
 #define GIVE_UP_NS 1000000000
+#endif
 /* Lateness is kept in steps of a 32nd of its power of two. */
 #define STEPS 32
 #define POWERS 64
@@ -88,7 +90,7 @@ static uint32_t crc_table[8][256];
 /* What a CRC becomes after 4k further zero bytes, bit by bit of the CRC before. */
 static uint32_t after_zeros[MAX_PAYLOAD / 4 + 1][32];
 static uint8_t zeros[MAX_PAYLOAD];
-static uint64_t late_counts[POWERS * STEPS];
+static uint64_t late_counts[POWERS * STEPS], late_max;
 
 static void fail(const char *what) {
     fprintf(stderr, "%s: %s\n", what, strerror(errno));
@@ -301,10 +303,12 @@ static uint64_t late_quantile(uint64_t packets, double share) {
     uint64_t seen = 0, wanted = (uint64_t)((double)packets * share);
     for (uint64_t i = 0; i < POWERS * STEPS; i++) {
         seen += late_counts[i];
-        if (seen > wanted)
-            return ((STEPS + i % STEPS + 1) << (i / STEPS - 5)) - 1 - STEPS;
+        if (seen > wanted) {
+            uint64_t late_ns = ((STEPS + i % STEPS + 1) << (i / STEPS - 5)) - 1 - STEPS;
+            return late_ns < late_max ? late_ns : late_max;
+        }
     }
-    return 0;
+    return late_max;
 }
 
 static int open_device(const char *name) {
@@ -328,7 +332,7 @@ static int send_all(const char *device, uint64_t align_ns) {
     static struct frame frames[BATCH];
     static struct mmsghdr messages[BATCH];
     int descriptor = open_device(device), count, kept_up = 1;
-    uint64_t packets = 0, bytes = 0, late_max = 0;
+    uint64_t packets = 0, bytes = 0;
     /* When it was last early, real and planned: how fast it got on since then tells what it could keep up
      * with. */
     uint64_t early_ns = 0, early_due_ns = 0;

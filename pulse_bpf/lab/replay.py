@@ -58,11 +58,10 @@ def to_device(directory: Path, device: str, speed: float = 1.0, seconds: float |
     """
     rows = Rows(directory)
     _check_device(device, rows.flows.ip_bytes)
-    dropped = Path("/sys/class/net", device, "statistics/tx_dropped")
-    before = int(dropped.read_text())
+    before = _dropped_packets(device)
     align_ns = max(1, round(rows.bin_ns / speed))
     replayed = _run(rows, ["device", str(len(rows.flows.headers)), device, str(align_ns)], speed, seconds)
-    return replace(replayed, dropped_packets=int(dropped.read_text()) - before)
+    return replace(replayed, dropped_packets=_dropped_packets(device) - before)
 
 
 def to_pcap(
@@ -95,12 +94,16 @@ def told(replayed: Replayed) -> list[str]:
     return lines + [f"left out: {what}" for what in replayed.left_out]
 
 
+def sender_path() -> Path:
+    """The compiled replay.c in the cache, made when there is none of this source; HostError when that fails."""
+    return compiled(SOURCE, CACHE, _COMPILE, "gcc")
+
+
 def _run(rows: Rows, arguments: list[str], speed: float, seconds: float | None) -> Replayed:
     """Feeds the sender, a process of its own, through a pipe; it takes in a million packets ahead of time."""
-    program = compiled(SOURCE, CACHE, _COMPILE, "gcc")
     planner = Planner(rows.flows.first_psns, rows.first_ns, speed)
     pipe = subprocess.PIPE
-    with subprocess.Popen([program, *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as sender:
+    with subprocess.Popen([sender_path(), *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as sender:
         assert sender.stdin is not None
         try:
             # It may end early; why is on its standard error.
@@ -157,6 +160,12 @@ def _check_device(device: str, ip_bytes: int) -> None:
             f"the recording's take up to {ip_bytes}",
             f"Set both ends' limit: ip link set {device} mtu {ip_bytes}",
         )
+
+
+def _dropped_packets(device: str) -> int:
+    with IPRoute() as ip:
+        (link,) = ip.get_links(ifname=device)
+        return int(link.get_attr("IFLA_STATS64")["tx_dropped"])
 
 
 def _sender_failed(errors: str) -> HostError:

@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from pulse_bpf.analysis.attribute import QP
 from pulse_bpf.lab.replay_packets import PSN_MASK
 from pulse_bpf.schema import I64, STR, U64
 
@@ -50,7 +51,8 @@ class Flows:
         skipped: Counter[str] = Counter()
         self.ip_bytes = 0
         # All tx ends come before the rx ends.
-        for end in ends.sort("direction", descending=True).iter_rows(named=True):
+        by_direction = ends.sort("direction", *QP, "flow", descending=[True, *[False] * 5])
+        for end in by_direction.iter_rows(named=True):
             sends = end["direction"] == "tx"
             peer = _address(end["peer_gid"])
             own = _address(end["local_gid"]) or _like(peer, gids.get(_port(end), []))

@@ -122,10 +122,11 @@ class Planner:
 
         total = counts.sum(axis=1)
         of_row = position - (np.cumsum(total) - total)[row]
-        # In the middle of its share of the bin.
-        packets["due_ns"] = self._due(
-            rows["t_ns"][row] + (2 * of_row + 1) * rows["bin_ns"][row] // (2 * total[row])
-        )
+        # At some place inside its share of the bin that differs between flows, which would else all send at once.
+        phase = 100 + (rows["flow"] * 618) % 800
+        share_ns = rows["bin_ns"] / (1000 * np.maximum(total, 1))
+        in_bin_ns = ((1000 * of_row + phase[row]) * share_ns[row]).astype(np.int64)
+        packets["due_ns"] = self._due(rows["t_ns"][row] + in_bin_ns)
         packets["flow"] = rows["flow"][row]
 
         used = before + counts[:, CTL] + counts[:, NEW]

@@ -20,6 +20,7 @@ from pulse_bpf.schema import I64, conform
 
 _PORT = ["node", "nic", "port", "direction"]
 FOREVER = 2**63 - 1
+_ROW = pl.Schema(dict.fromkeys(ROW.names or (), I64))
 
 
 class _Group(NamedTuple):
@@ -53,25 +54,22 @@ class Rows:
         seen = self._of_one_source(seen)
         self.flows = Flows(self._ends(seen), recording["nics"])
         if self.flows.index.is_empty():
-            why = ", ".join(self.flows.skipped) or "it holds no samples"
-            raise DataError(f"nothing of {directory} can be replayed", why, "Record it with its queue pairs")
+            raise DataError(f"nothing of {directory} can be replayed", ", ".join(self.flows.skipped))
         self.first_ns = min(group.first_ns for group in self._groups)
         self.bin_ns = int(seen["bin_ns"].max())  # type: ignore[arg-type]
 
     def before(self, seconds: float | None) -> Iterator[tuple[NDArray[np.void], int | None]]:
-        """The rows of the first `seconds`, or all, in ROW and by t_ns; each part with a time that no later row is
-        before, which is None for the last."""
-        pending = np.zeros(0, ROW)
+        """One row per flow and bin of the first `seconds`, or of all, in ROW and by t_ns; each part with a time that no
+        later row is before, which is None for the last."""
         end_ns = FOREVER if seconds is None else self.first_ns + round(seconds * 1e9)
         groups = [group for group in self._groups if group.first_ns < end_ns]
+        pending = pl.DataFrame(schema=_ROW)
         for group, following in zip(groups, [*groups[1:], None], strict=True):
-            rows = self._rows(group)
-            pending = np.concatenate([pending, rows[rows["t_ns"] < end_ns]])
-            pending = pending[np.argsort(pending["t_ns"], kind="stable")]
             until_ns = following.first_ns if following else None
-            ready = int(np.searchsorted(pending["t_ns"], until_ns)) if until_ns is not None else len(pending)
-            yield pending[:ready], until_ns
-            pending = pending[ready:]
+            pending = pl.concat([pending, self._rows(group).filter(pl.col("t_ns") < end_ns)])
+            is_ready = pl.lit(True) if until_ns is None else pl.col("t_ns") < until_ns
+            yield _as_rows(pending.filter(is_ready)), until_ns
+            pending = pending.filter(~is_ready)
 
     def _survey(self, directory: Path) -> pl.DataFrame:
         """Which (QP, flow, direction, source, bin_ns) there are, and the most bytes of data in a packet of theirs.
@@ -82,7 +80,7 @@ class Rows:
         others = pl.sum_horizontal("ctl_packets", "ack_packets")
         data_packets = pl.col("packets").cast(I64) - others.cast(I64)
         packet_bytes = (pl.col("bytes") / data_packets).filter(data_packets > 0).max().alias("packet_bytes")
-        found = [pl.DataFrame(schema=conform(pl.DataFrame(), "samples").select(key).schema)]
+        found = []
         for path in (path for table, path in parts_of(directory) if table == "samples"):
             try:
                 for number in range(pq.ParquetFile(path).num_row_groups):
@@ -92,8 +90,12 @@ class Rows:
                         found.append(frame.group_by(key).agg(packet_bytes))
             except (OSError, ValueError, pl.exceptions.PolarsError) as error:
                 self.damaged.append(f"{path}: {str(error).splitlines()[0]}")
+        if not found:
+            raise DataError(
+                f"nothing of {directory} can be replayed", ", ".join(self.damaged) or "it holds no samples"
+            )
         self._groups.sort()
-        return pl.concat(found, how="diagonal_relaxed").group_by(key).agg(pl.col("packet_bytes").max())
+        return pl.concat(found).group_by(key).agg(pl.col("packet_bytes").max())
 
     def _of_one_source(self, rows: pl.DataFrame) -> pl.DataFrame:
         return rows.join(self._sources, on=[*_PORT, "source"], how="semi", nulls_equal=True)
@@ -109,11 +111,20 @@ class Rows:
             how="diagonal",
         )
 
-    def _rows(self, group: _Group) -> NDArray[np.void]:
-        frame = samples(Recording({"samples": self._of_one_source(group.read())}), self._lives)
-        frame = frame.join(self.flows.index, on=["flow", "direction"])
-        rows = np.zeros(frame.height, ROW)
-        for name in ROW.names or ():
-            column = "number" if name == "flow" else name
-            rows[name] = frame[column].cast(I64).fill_null(-1 if name == "packets" else 0).to_numpy()
-        return rows
+    def _rows(self, group: _Group) -> pl.DataFrame:
+        one_source = Recording({"samples": self._of_one_source(group.read())})
+        frame = samples(one_source, self._lives).join(self.flows.index, on=["flow", "direction"])
+        return frame.with_columns(flow="number").select(pl.col(name).cast(I64) for name in _ROW)
+
+
+def _as_rows(frame: pl.DataFrame) -> NDArray[np.void]:
+    """`frame` by time, in one row what several parts have of a bin; packets that one of them does not count are -1."""
+    key = ["t_ns", "bin_ns", "flow", "mtu"]
+    summed = frame.group_by(key).agg(
+        pl.col("bytes", "retx_bytes", "ctl_packets", "ack_packets").sum(),
+        pl.when(pl.col("packets").null_count() == 0).then(pl.col("packets").sum()).otherwise(-1),
+    )
+    rows = np.zeros(summed.height, ROW)
+    for column in summed.sort("t_ns", "flow"):
+        rows[column.name] = column.to_numpy()
+    return rows
