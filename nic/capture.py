@@ -150,7 +150,7 @@ class Capture:
         block = np.empty(size + SLACK_BYTES, np.uint8)
         try:
             self._file.seek(position)
-            end = self._file.readinto(memoryview(block)[:size])
+            end = self._file.readinto(block[:size].data)
         except OSError as error:
             raise _unreadable(self.path, error) from error
         block[end : end + SLACK_BYTES] = 0
@@ -372,7 +372,8 @@ def load(buffer: U8Array, dtype: np.dtype[np.void], at: I64Array) -> NDArray[np.
     """The records of `dtype` that lie at the byte offsets `at`, as an array of their own."""
     raw = np.dtype((np.void, dtype.itemsize))
     everywhere = np.ndarray((len(buffer) - dtype.itemsize + 1,), raw, buffer, strides=(1,))
-    return everywhere[at].view(dtype)
+    loaded: NDArray[np.void] = everywhere[at].view(dtype)
+    return loaded
 
 
 def _walk(records: _Pcap | _Pcapng, block: U8Array, end: int) -> tuple[I64Array, int, bool]:

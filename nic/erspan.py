@@ -1,7 +1,7 @@
 """ERSPAN: frames that a switch mirrors inside GRE packets, type III with the switch's own time stamp.
 
-Layouts: RFC 2784 and 2890 (GRE), draft-foschiano-erspan-03. Type I has no header, type II one of 8 bytes, type III one of
-12 and sometimes a platform's own of 8 more.
+Layouts: RFC 2784 and 2890 (GRE), draft-foschiano-erspan-03. Type I has no header, type II one of 8 bytes, type III
+one of 12 and sometimes a platform's own of 8 more.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _UPPER_BITS = 24  # of that half: more would not fit 63 bits in nanoseconds, and
 _SECOND_NS = 1_000_000_000
 # A switch's clock that moves this far against the capture's within one block has been set anew.
 _JUMP_NS = 250_000_000
+MAX_SWITCHES = 1024
 
 
 class Tunnels(Protocol):
@@ -114,9 +115,14 @@ class MirrorClocks:
         self._lags: dict[tuple[int, int], tuple[int, int]] = {}
 
     def times(self, t_ns: I64Array, switch: I64Array, stamp_ns: I64Array, period_ns: I64Array) -> I64Array:
-        """The wall times of stamps by `switch`, each arrived at `t_ns` by the capture's clock."""
+        """The wall times of stamps by `switch`, each arrived at `t_ns` by the capture's clock.
+
+        Beyond MAX_SWITCHES of them, and while a clock jumps, they are the capture's.
+        """
         times = t_ns.copy()
         for key in np.unique(np.stack([switch, period_ns]), axis=1).T.tolist():
+            if (key[0], key[1]) not in self._lags and len(self._lags) == MAX_SWITCHES:
+                continue
             mine = (switch == key[0]) & (period_ns == key[1])
             times[mine] = self._of_one((key[0], key[1]), t_ns[mine], stamp_ns[mine])
         return times
@@ -130,7 +136,7 @@ class MirrorClocks:
         if _largest(apart) > _JUMP_NS:
             self._lags.pop(key, None)
             return t_ns
-        times = expected + apart
+        times: I64Array = expected + apart
         self._lags[key] = zero_ns, int(times[-1] - t_ns[-1])
         return times
 

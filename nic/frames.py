@@ -1,7 +1,7 @@
 """RoCEv2 packets decoded from captured frames, whole blocks at a time; the rules are those of probes/bpf/roce.c.
 
-A frame is for the RoCE port when it is Ethernet (or Linux cooked) with up to two VLAN tags, IPv4 with any options or IPv6
-with up to six extension headers, UDP to port 4791, and no later fragment. Of those frames
+A frame is for the RoCE port when it is Ethernet (or Linux cooked) with up to two VLAN tags, IPv4 with any options or
+IPv6 with up to six extension headers, UDP to port 4791, and no later fragment. Of those frames
 - `fragment`: the first one of a fragmented datagram;
 - `malformed`: the UDP length is more than IP says there is, or too short for the headers; or the frame was cut short
   inside a header that is needed: BTH, the AETH of an acknowledge, the RETH of an RDMA WRITE only;
@@ -10,13 +10,13 @@ with up to six extension headers, UDP to port 4791, and no later fragment. Of th
 Payload is the UDP length less all headers, padding and ICRC, however much of the frame was captured. A later fragment
 and any other frame is `other`. An ERSPAN packet (type I, II or III) counts as the frame that it holds.
 
-Layouts: InfiniBand Architecture Specification vol. 1, chapter 9, and annex A17; RFC 8200; the LINKTYPE_ pages of tcpdump.
+Layouts: InfiniBand Architecture Specification vol. 1, chapter 9, and annex A17; RFC 8200; tcpdump's LINKTYPE_ pages.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,6 +55,7 @@ _KIND[CNP] = _COUNTED
 
 _BIG16 = np.dtype(">u2")
 _TYPE = np.dtype([("ethertype", _BIG16)])
+_WORD = np.dtype([("number", ">u4")])
 _IPV4 = np.dtype(
     [
         ("version_words", "u1"),
@@ -138,6 +139,7 @@ class FrameDecoder:
 
     def decode(self, frames: Frames) -> Packets:
         """The packets of `frames` that are counted, in their order."""
+        frames = _by_interface(frames)
         network = _network(frames)
         tunnels = np.flatnonzero(network.protocol == GRE)
         if len(tunnels):
@@ -196,8 +198,8 @@ class FrameDecoder:
 class Network:
     """What follows the IP headers of frames, as columns of one length; `protocol` -1: this frame has no such headers.
 
-    `at` and `bytes` (i64): where in the buffer the payload begins, and how long IP says it is. `is_fragment` (bool): the
-    first of several. `addresses` as in Packets.
+    `at` and `bytes` (i64): where in the buffer the payload begins, and how long IP says it is. `is_fragment` (bool):
+    the first of several. `addresses` as in Packets.
     """
 
     protocol: I64Array
@@ -213,6 +215,16 @@ class Network:
         """Puts `others`, one for each of `rows`, in their place."""
         for field in fields(self):
             getattr(self, field.name)[rows] = getattr(others, field.name)
+
+
+def _by_interface(frames: Frames) -> Frames:
+    """`frames` with the interfaces that cooked headers name, of a capture on all interfaces."""
+    cooked = frames.link_type == _COOKED_2
+    if not cooked.any():
+        return frames
+    at = np.where(cooked, frames.start + _COOKED_2_INTERFACE, 0)
+    number = load(frames.buffer, _WORD, at)["number"].astype(np.int64) & 0xFFF
+    return replace(frames, interface=np.where(cooked, number, frames.interface))
 
 
 def _network(frames: Frames) -> Network:

@@ -27,4 +27,9 @@ def add_commands(verbs: Any) -> None:
 def _import(arguments: argparse.Namespace) -> int:
     if not 10 <= arguments.bin_us <= 10_000:
         raise UsageError("--bin-us must be from 10 to 10000")
-    raise UsageError("not built yet")
+    from rich.console import Console
+
+    from pulse_bpf.nic_import import import_captures
+
+    bin_ns = arguments.bin_us * 1000
+    return import_captures(arguments.files, arguments.output, bin_ns, arguments.nics, Console(stderr=True))
