@@ -1,96 +1,48 @@
-"""RDMA netlink: the kernel's own list of RDMA devices and their queue pairs.
-
-Numbers: rdma_netlink.h of the kernel's user API (enum rdma_nldev_command, rdma_nldev_attr).
-"""
+"""RDMA netlink: the kernel's own list of RDMA devices, their ports and their queue pairs."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import polars as pl
-from pyroute2.netlink import NLM_F_DUMP, NLM_F_DUMP_INTR, NLM_F_REQUEST, nla, nlmsg
+from pyroute2.netlink import NLM_F_DUMP, NLM_F_REQUEST
 from pyroute2.netlink.exceptions import NetlinkDumpInterrupted, NetlinkError
-from pyroute2.netlink.marshal import Marshal
-from pyroute2.netlink.nlsocket import AsyncNetlinkSocket, NetlinkSocket
 
 from pulse_bpf.errors import HostError
-from pulse_bpf.schema import I32, I64, STR, U8, U32
+from pulse_bpf.nic.rdma_netlink import (
+    GET,
+    NLDEV_CLIENT,
+    PORT_GET,
+    RES_QP_GET,
+    RES_QP_GET_RAW,
+    SYS_GET,
+    NldevMessage,
+    RdmaSocket,
+    attribute,
+)
+from pulse_bpf.schema import BOOL, I32, I64, STR, U8, U32
 
-NETLINK_RDMA = 20
-NLDEV_CLIENT = 5
-GET, RES_QP_GET = 1, 10
 _RC = 2  # enum ib_qp_type
 _CONNECTED = 2  # from RTR on, the peer's QPN means something (enum ib_qp_state)
+_ACTIVE = 4  # enum ib_port_state
 _DUMP_ATTEMPTS = 5
+_GONE = (errno.ENODEV, errno.EINVAL)  # what a removed device answers
 
 DEVICES = pl.Schema({"nic": STR, "index": U32})
+LINKS = pl.Schema({"nic": STR, "port": U8, "netdev": STR, "active": BOOL})
 QUEUE_PAIRS = pl.Schema(
     {"nic": STR, "port": U8, "qpn": U32, "peer_qpn": U32, "pid": I64, "type": STR, "state": I32}
 )
-
-
-class QueuePairEntry(nla):  # type: ignore[misc]
-    prefix = "RDMA_NLDEV_ATTR_"
-    nla_map = (
-        (3, "RDMA_NLDEV_ATTR_PORT_INDEX", "uint32"),
-        (21, "RDMA_NLDEV_ATTR_RES_LQPN", "uint32"),
-        (22, "RDMA_NLDEV_ATTR_RES_RQPN", "uint32"),
-        (26, "RDMA_NLDEV_ATTR_RES_TYPE", "uint8"),
-        (27, "RDMA_NLDEV_ATTR_RES_STATE", "uint8"),
-        (28, "RDMA_NLDEV_ATTR_RES_PID", "uint32"),
-        (29, "RDMA_NLDEV_ATTR_RES_KERN_NAME", "asciiz"),
-    )
-
-
-class QueuePairList(nla):  # type: ignore[misc]
-    prefix = "RDMA_NLDEV_ATTR_"
-    nla_map = ((20, "RDMA_NLDEV_ATTR_RES_QP_ENTRY", "QueuePairEntry"),)
-    QueuePairEntry = QueuePairEntry
-
-
-class NldevMessage(nlmsg):  # type: ignore[misc]
-    prefix = "RDMA_NLDEV_ATTR_"
-    nla_map = (
-        (1, "RDMA_NLDEV_ATTR_DEV_INDEX", "uint32"),
-        (2, "RDMA_NLDEV_ATTR_DEV_NAME", "asciiz"),
-        (3, "RDMA_NLDEV_ATTR_PORT_INDEX", "uint32"),
-        (19, "RDMA_NLDEV_ATTR_RES_QP", "QueuePairList"),
-    )
-    QueuePairList = QueuePairList
-
-
-class RdmaMarshal(Marshal):  # type: ignore[misc]
-    """Decodes nldev messages, and notes whether the kernel marked one, the last included, as part of a dump
-    that changed under way: pyroute2 has an exception for that and does not raise it."""
-
-    msg_map: ClassVar = {NLDEV_CLIENT << 10 | command: NldevMessage for command in (GET, RES_QP_GET)}
-    interrupted = False
-
-    def fix_message(self, msg: Any) -> None:
-        if msg["header"]["flags"] & NLM_F_DUMP_INTR:
-            self.interrupted = True
-
-
-class _AsyncRdmaSocket(AsyncNetlinkSocket):  # type: ignore[misc]
-    marshal_class = RdmaMarshal
-
-
-class RdmaSocket(NetlinkSocket):  # type: ignore[misc]
-    """A socket of protocol NETLINK_RDMA; OSError when the kernel has no RDMA."""
-
-    async_class = _AsyncRdmaSocket
-
-    def __init__(self) -> None:
-        super().__init__(family=NETLINK_RDMA)
-        self.bind()
+RAW_CONTEXTS = pl.Schema({"nic": STR, "port": U8, "qpn": U32, "raw": pl.Binary})
 
 
 class Nldev:
-    """Lists RDMA devices and queue pairs; needs no privilege, sees the RDMA devices of its network namespace.
+    """Lists RDMA devices, ports and queue pairs; sees the RDMA devices of its network namespace.
 
-    HostError when the kernel has no RDMA or does not answer with one consistent listing.
+    Listing needs no privilege. `malformed` counts what was skipped because it did not have its form. HostError when
+    the kernel has no RDMA or does not answer with one consistent listing.
     """
 
     def __init__(self, socket_factory: Callable[[], Any] = RdmaSocket) -> None:
@@ -100,20 +52,56 @@ class Nldev:
             raise HostError(
                 "this kernel has no RDMA", error.strerror or str(error), "Load it: modprobe ib_core"
             ) from error
+        self.malformed = 0
+        self._indexes: dict[str, int] = {}
+        self._listed: dict[str, frozenset[int]] = {}
 
     def close(self) -> None:
         self._socket.close()
 
     def devices(self) -> pl.DataFrame:
         """DEVICES rows in the kernel's order."""
-        rows = [
-            {"nic": message.get_attr(_attr("DEV_NAME")), "index": message.get_attr(_attr("DEV_INDEX"))}
-            for message in self._dump(GET)
-        ]
+        rows = []
+        for message in self.dump(GET):
+            nic, index = text(message, "DEV_NAME"), number(message, "DEV_INDEX")
+            if nic is None or index is None:
+                self.malformed += 1
+            else:
+                rows.append({"nic": nic, "index": index})
+        self._indexes = {row["nic"]: row["index"] for row in rows}
         return pl.DataFrame(rows, schema=DEVICES)
 
+    def index_of(self, nic: str) -> int:
+        """The kernel's number of a device; HostError when there is none of that name."""
+        if nic not in self._indexes:
+            self.devices()
+        if nic not in self._indexes:
+            raise HostError(f"there is no RDMA device {nic}", "", "See with: rdma link show")
+        return self._indexes[nic]
+
+    def shares_devices(self) -> bool:
+        """Whether every network namespace sees every RDMA device; else a device is in one of them only."""
+        return bool(number(self.ask(SYS_GET), "SYS_NETNS_MODE"))
+
+    def links(self) -> pl.DataFrame:
+        """LINKS rows: each port with its own network interface, null where it has none in this namespace."""
+        rows = []
+        for nic in self.devices()["nic"]:
+            for message in self._dump_of(nic, PORT_GET):
+                port = number(message, "PORT_INDEX", most=255)
+                if port is None:
+                    self.malformed += 1
+                    continue
+                state = number(message, "PORT_STATE")
+                active = None if state is None else state == _ACTIVE
+                rows.append(
+                    {"nic": nic, "port": port, "netdev": text(message, "NDEV_NAME"), "active": active}
+                )
+        return pl.DataFrame(rows, schema=LINKS)
+
     def queue_pairs(self) -> pl.DataFrame:
-        """QUEUE_PAIRS rows: the reliable connections of user processes.
+        """QUEUE_PAIRS rows: the reliable connections of user processes that lived all through the listing, and some
+        of those that did not.
 
         `peer_qpn` is null before the queue pair is connected, `pid` where its process is in a namespace that
         cannot be seen from here, `state` is that of enum ib_qp_state. Queue pairs made past the verbs library
@@ -121,35 +109,93 @@ class Nldev:
         """
         rows = [
             row
-            for nic, message in self._dump_each_device(RES_QP_GET)
-            if (listed := message.get_attr(_attr("RES_QP"))) is not None
-            for entry in listed.get_attrs(_attr("RES_QP_ENTRY"))
+            for nic in self.devices()["nic"]
+            for entry in self._entries(nic).values()
             if (row := _queue_pair(nic, entry)) is not None
         ]
         return pl.DataFrame(rows, schema=QUEUE_PAIRS)
 
-    def _dump_each_device(self, command: int) -> list[tuple[str, Any]]:
-        found = []
-        for nic, index in self.devices().iter_rows():
-            try:
-                found += [(nic, message) for message in self._dump(command, DEV_INDEX=index)]
-            except NetlinkError as error:
-                # Removed since it was listed.
-                if error.code not in (errno.ENODEV, errno.EINVAL):
-                    raise HostError(f"cannot list what {nic} has", str(error)) from error
-        return found
+    def raw_contexts(self, queue_pairs: pl.DataFrame) -> pl.DataFrame:
+        """RAW_CONTEXTS rows: what the device itself keeps about `queue_pairs` (nic, port, qpn), those gone left out.
 
-    def _dump(self, command: int, **attributes: int) -> list[Any]:
+        One firmware command each. HostError when the driver has no such answer (only mlx5 has) or CAP_NET_ADMIN is
+        missing. Asked for one by one: a listing of them would stop at the first that goes away.
+        """
+        rows = []
+        for nic, port, qpn in queue_pairs.select("nic", pl.col("port").fill_null(1), "qpn").iter_rows():
+            try:
+                answer = self.ask(RES_QP_GET_RAW, DEV_INDEX=self.index_of(nic), PORT_INDEX=port, RES_LQPN=qpn)
+            except NetlinkError as error:
+                if error.code in (errno.ENOENT, errno.ENODEV):
+                    continue
+                raise HostError(
+                    f"{nic} does not tell the contexts of its queue pairs",
+                    _WHY_NO_CONTEXTS.get(error.code, str(error)),
+                ) from error
+            raw = answer.get_attr(attribute("RES_RAW"))
+            if isinstance(raw, bytes):
+                rows.append({"nic": nic, "port": port, "qpn": qpn, "raw": raw})
+            else:
+                self.malformed += 1
+        return pl.DataFrame(rows, schema=RAW_CONTEXTS)
+
+    def _entries(self, nic: str) -> dict[int, Any]:
+        """Every listed queue pair of a device by its number, none that lives left out.
+
+        The kernel resumes a listing that takes several messages by counting, and does not mark one that changed: a
+        queue pair destroyed meanwhile makes it skip another. Two listings with the same members in a row skipped
+        none, nor does one that fits a message. Where none of that comes about, what any attempt saw is asked for.
+        """
+        seen: dict[int, Any] = {}
         for _ in range(_DUMP_ATTEMPTS):
-            request = NldevMessage()
-            request["attrs"] = [(_attr(name), value) for name, value in attributes.items()]
+            messages = self._dump_of(nic, RES_QP_GET)
+            entries = {qpn: entry for message in messages for qpn, entry in self._members(message)}
+            before, self._listed[nic] = self._listed.get(nic), frozenset(entries)
+            seen |= entries
+            if len(messages) <= 1 or before == self._listed[nic]:
+                return entries
+        return {qpn: entry for qpn, entry in seen.items() if qpn in entries or self._exists(nic, entry, qpn)}
+
+    def _members(self, message: Any) -> Iterable[tuple[int, Any]]:
+        listed = message.get_attr(attribute("RES_QP"))
+        for entry in listed.get_attrs(attribute("RES_QP_ENTRY")) if hasattr(listed, "get_attrs") else ():
+            qpn = number(entry, "RES_LQPN", most=2**24 - 1) if hasattr(entry, "get_attr") else None
+            if qpn is None:
+                self.malformed += 1
+            else:
+                yield qpn, entry
+
+    def _exists(self, nic: str, entry: Any, qpn: int) -> bool:
+        port = number(entry, "PORT_INDEX", most=255) or 1
+        try:
+            self.ask(RES_QP_GET, DEV_INDEX=self.index_of(nic), PORT_INDEX=port, RES_LQPN=qpn)
+        except NetlinkError as error:
+            # Before it is connected to a port, a queue pair can only be listed.
+            return error.code not in (errno.ENOENT, errno.ENODEV)
+        return True
+
+    def _dump_of(self, nic: str, command: int) -> list[Any]:
+        try:
+            return self.dump(command, DEV_INDEX=self.index_of(nic))
+        except NetlinkError as error:
+            # Removed since it was listed.
+            if error.code not in _GONE:
+                raise HostError(f"cannot list what {nic} has", str(error)) from error
+            return []
+
+    def ask(self, command: int, **attributes: Any) -> Any:
+        """The kernel's one answer to a command; NetlinkError when it refuses, HostError when it is not one answer."""
+        answers = self._request(command, NLM_F_REQUEST, attributes)
+        if len(answers) != 1:
+            raise HostError(f"the kernel answers RDMA command {command} with {len(answers)} messages")
+        return answers[0]
+
+    def dump(self, command: int, **attributes: Any) -> list[Any]:
+        """The messages of a listing, asked for again while the kernel says that it changed; NetlinkError on refusal."""
+        for _ in range(_DUMP_ATTEMPTS):
             self._socket.marshal.interrupted = False
             try:
-                messages = list(
-                    self._socket.nlm_request(
-                        request, NLDEV_CLIENT << 10 | command, NLM_F_REQUEST | NLM_F_DUMP
-                    )
-                )
+                messages = self._request(command, NLM_F_REQUEST | NLM_F_DUMP, attributes)
             except NetlinkDumpInterrupted:
                 continue
             if not self._socket.marshal.interrupted:
@@ -160,27 +206,46 @@ class Nldev:
             "Try again when fewer queue pairs come and go",
         )
 
+    def _request(self, command: int, flags: int, attributes: dict[str, Any]) -> list[Any]:
+        request = NldevMessage()
+        request["attrs"] = [(attribute(name), value) for name, value in attributes.items()]
+        answer = list(self._socket.nlm_request(request, NLDEV_CLIENT << 10 | command, flags))
+        messages = [message for message in answer if isinstance(message, NldevMessage)]
+        self.malformed += len(answer) - len(messages)
+        return messages
 
-def _attr(name: str) -> str:
-    return f"RDMA_NLDEV_ATTR_{name}"
+
+_WHY_NO_CONTEXTS = {
+    errno.EPERM: "that takes CAP_NET_ADMIN",
+    errno.EINVAL: "its driver or this kernel cannot; mlx5 can, from kernel 5.9",
+    errno.EOPNOTSUPP: "its driver or its firmware cannot",
+}
+
+
+def number(message: Any, name: str, most: int = 2**32 - 1) -> int | None:
+    """The whole number that an attribute holds, None when it is missing, of another form or more than `most`."""
+    value = message.get_attr(attribute(name))
+    return value if type(value) is int and value <= most else None
+
+
+def text(message: Any, name: str) -> str | None:
+    """The text that an attribute holds, None when it is missing, empty or of another form."""
+    value = message.get_attr(attribute(name))
+    return value if isinstance(value, str) and value else None
 
 
 def _queue_pair(nic: str, entry: Any) -> dict[str, Any] | None:
     """One row, or None for a queue pair of another type or of the kernel itself."""
-    if (
-        entry.get_attr(_attr("RES_TYPE")) != _RC
-        or entry.get_attr(_attr("RES_KERN_NAME")) is not None
-        or entry.get_attr(_attr("RES_LQPN")) is None
-    ):
+    if number(entry, "RES_TYPE") != _RC or text(entry, "RES_KERN_NAME") is not None:
         return None
-    state = entry.get_attr(_attr("RES_STATE"))
+    state = number(entry, "RES_STATE")
     connected = state is not None and state >= _CONNECTED
     return {
         "nic": nic,
-        "port": entry.get_attr(_attr("PORT_INDEX")) or None,
-        "qpn": entry.get_attr(_attr("RES_LQPN")),
-        "peer_qpn": entry.get_attr(_attr("RES_RQPN")) if connected else None,
-        "pid": entry.get_attr(_attr("RES_PID")),
+        "port": number(entry, "PORT_INDEX", most=255) or None,
+        "qpn": number(entry, "RES_LQPN"),
+        "peer_qpn": number(entry, "RES_RQPN", most=2**24 - 1) if connected else None,
+        "pid": number(entry, "RES_PID"),
         "type": "RC",
         "state": state,
     }

@@ -14,6 +14,8 @@ Origin = Literal["uprobe", "netlink", "capture"]
 _RANK: dict[Origin, int] = {"capture": 0, "netlink": 1, "uprobe": 2}
 _RESET, _INIT = 0, 1  # enum ibv_qp_state
 
+_LEARNT = ("peer_qpn", "peer_gid", "pid", "udp_sport", "service_level", "path_mtu", "retry_count", "timeout")
+
 # What the lookups below need to know about each life.
 _LIVES = pl.Schema(
     {
@@ -47,6 +49,7 @@ class _Life:
     seen_peer_gid: str | None = None
     local_gid: str | None = None
     pid: int | None = None
+    udp_sport: int | None = None
     service_level: int | None = None
     path_mtu: int | None = None
     retry_count: int | None = None
@@ -62,7 +65,7 @@ class _Life:
     def learn(self, origin: Origin, seen: Mapping[str, Any]) -> None:
         """Takes over what `seen` knows; the better origin wins."""
         better = _RANK[origin] >= _RANK[self.origin]
-        for name in ("peer_qpn", "peer_gid", "pid", "service_level", "path_mtu", "retry_count", "timeout"):
+        for name in _LEARNT:
             value = seen.get(name)
             if value is not None and (better or getattr(self, name) is None):
                 setattr(self, name, value)
@@ -114,7 +117,8 @@ class QpTable:
             life.learn("uprobe", seen)
 
     def observe_netlink(self, frame: pl.DataFrame, t_ns: int) -> None:
-        """Merges one complete listing, finished at wall time `t_ns`, in the columns of Nldev.queue_pairs().
+        """Merges one complete listing, finished at wall time `t_ns`, in the columns of Nldev.queue_pairs(), and those
+        of qpc.with_contexts() where a device tells them.
 
         Assumes that what uprobes saw before the listing began has been merged. What an earlier listing had and
         this one has not is gone. A listed queue pair that uprobes saw destroyed is taken for one on its way out,
@@ -202,6 +206,7 @@ class QpTable:
                 "pid": life.pid,
                 "created_ns": life.created_ns,
                 "gone_ns": life.gone_ns,
+                "udp_sport": life.udp_sport,
                 "service_level": life.service_level,
                 "path_mtu": life.path_mtu,
                 "retry_count": life.retry_count,
