@@ -20,12 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyroute2 import IPRoute
 from replay_recordings import COUNTS, MTU, T0_NS, counts, job, nic, queue_pair, write
+from rich.console import Console
 from scapy.compat import raw
 from scapy.contrib.roce import BTH
 from scapy.layers.inet import IP
 from scapy.layers.inet6 import IPv6
 from scapy.utils import RawPcapReader
 
+from pulse_bpf.analysis.load import load
 from pulse_bpf.attach import Program
 from pulse_bpf.cli import main
 from pulse_bpf.errors import HOST, OK, USAGE, DataError, HostError
@@ -36,6 +38,7 @@ from pulse_bpf.lab.replay_rows import Rows
 from pulse_bpf.nic import Tap
 from pulse_bpf.nic.packets import PacketReader
 from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.nic_import import import_captures
 from pulse_bpf.probes import BPF_DIRECTORY
 
 FIRST, MIDDLE, LAST_IMM, ONLY, ONLY_IMM, ACK = 6, 7, 9, 10, 11, 17
@@ -106,7 +109,7 @@ def expected(rows: np.ndarray[Any, Any]) -> Counter[tuple[int, int, str]]:
 
 
 def planner(flows: int = 2, first_psn: int = PSN_MASK - 5) -> Planner:
-    return Planner(np.full(flows, first_psn), T0_NS, 1.0)
+    return Planner(np.full(flows, first_psn), np.full(flows, -1), T0_NS, 1.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -166,6 +169,21 @@ def test_repeats_go_back_and_new_data_go_on() -> None:
     assert planned(planner(1, 10), (all_rows, None))["psn"].tolist() == [10, 11, 12, 13, 11, 12, 13, 14]
 
 
+def test_acknowledgements_name_what_came_the_other_way() -> None:
+    drawn = [(0, bin_, 2 * MTU, 0, 0, 0, 1) for bin_ in range(4)] + [(1, 0, MTU, 0, 0, 0, 1)]
+    all_rows = as_rows(drawn)
+    plan = Planner(np.array([100, 200]), np.array([1, 0]), T0_NS, 1.0)
+    until_ns = T0_NS + 2 * BIN_NS
+    early = all_rows["t_ns"] < until_ns
+    latest = [99, 199]
+    for packet in planned(plan, (all_rows[early], until_ns), (all_rows[~early], None)):
+        if packet["opcode"] == ACK:
+            assert packet["psn"] == latest[1 - packet["flow"]]
+        else:
+            latest[packet["flow"]] = int(packet["psn"])
+    assert latest == [107, 200]
+
+
 def test_a_flow_that_opens_with_repeats_is_told() -> None:
     row = as_rows([(0, 0, 2 * MTU, 0, 0, 0, 0)])
     row["retx_bytes"] = 2 * MTU
@@ -192,8 +210,8 @@ def test_packets_that_are_not_counted_are_as_few_as_can_be() -> None:
 
 def test_speed_divides_times() -> None:
     all_rows = as_rows([(0, bin_, MTU, 0, 0, 0, 0) for bin_ in range(4)])
-    fast = planned(Planner(np.zeros(1, np.int64), T0_NS, 4.0), (all_rows, None))["due_ns"]
-    slow = planned(Planner(np.zeros(1, np.int64), T0_NS, 1.0), (all_rows, None))["due_ns"]
+    fast = planned(Planner(np.zeros(1, np.int64), np.full(1, -1), T0_NS, 4.0), (all_rows, None))["due_ns"]
+    slow = planned(Planner(np.zeros(1, np.int64), np.full(1, -1), T0_NS, 1.0), (all_rows, None))["due_ns"]
     assert (fast == slow // 4).all()
 
 
@@ -238,6 +256,7 @@ def test_both_ends_of_a_flow_are_one_packet(tmp_path: Path) -> None:
     assert taken["packets"].sum() == wired["packets"].sum()
     assert (np.diff(taken["t_ns"]) >= 0).all()
     assert not found.flows.skipped
+    assert set(found.flows.partners) == {-1}
 
 
 def test_parts_of_one_bin_are_one_row(tmp_path: Path) -> None:
@@ -356,6 +375,31 @@ def test_a_capture_has_the_times_of_the_recording(tmp_path: Path) -> None:
     for _, meta in RawPcapReader(str(tmp_path / "p")):
         bins[(meta.sec * 10**9 + meta.usec) // BIN_NS * BIN_NS] += 1
     assert bins == dict(wired.group_by("t_ns").agg(pl.col("packets").sum()).iter_rows())
+
+
+@pytest.mark.parametrize("version", [4, 6])
+@pytest.mark.parametrize("bin_ns", [10_000, 100_000, 1_000_000])
+def test_importing_the_capture_gives_the_samples_back(tmp_path: Path, bin_ns: int, version: int) -> None:
+    """Connections in use both ways: the importer finds their ends by the acknowledgements."""
+    nics = [nic(host, version) for host in (1, 2)]
+    qps = [
+        end
+        for i in range(12)
+        for end in (queue_pair(1, 2, 100 + i, 500 + i, version), queue_pair(2, 1, 500 + i, 100 + i, version))
+    ]
+    recorded = pl.concat(counts(qp, "tx", bin_ns, 400, seed, 5.0) for seed, qp in enumerate(qps))
+    write(tmp_path / "r", nics, qps, [recorded])
+    replay.to_pcap(tmp_path / "r", tmp_path / "p", snaplen=128)
+
+    import_captures(
+        [tmp_path / "p"], tmp_path / "again", bin_ns, tmp_path / "r/nics.parquet", Console(quiet=True)
+    )
+    measured = load([tmp_path / "again"])["samples"]
+    key = ["flow", "direction", "t_ns", "bin_ns"]
+    sent = measured.filter(direction="tx")
+    assert totals(sent, key) == totals(recorded, key)
+    received = measured.filter(direction="rx")
+    assert totals(received, ["t_ns"]) == totals(sent, ["t_ns"])
 
 
 def test_a_capture_that_cannot_be_written_is_told_in_one_line(

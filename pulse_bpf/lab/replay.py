@@ -101,7 +101,7 @@ def sender_path() -> Path:
 
 def _run(rows: Rows, arguments: list[str], speed: float, seconds: float | None) -> Replayed:
     """Feeds the sender, a process of its own, through a pipe; it takes in a million packets ahead of time."""
-    planner = Planner(rows.flows.first_psns, rows.first_ns, speed)
+    planner = Planner(rows.flows.first_psns, rows.flows.partners, rows.first_ns, speed)
     pipe = subprocess.PIPE
     with subprocess.Popen([sender_path(), *arguments], stdin=pipe, stdout=pipe, stderr=pipe) as sender:
         assert sender.stdin is not None

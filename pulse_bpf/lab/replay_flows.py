@@ -36,9 +36,9 @@ class Flows:
     addressed is counted with the reason in `skipped`. `ends` has node, nic, port, direction, packet_bytes (the
     most data seen in a packet) and what the qps table knows.
 
-    `index` has number and mtu by (flow, direction); by number there are `headers` (FLOW) and `first_psns`. A path MTU
-    that the recording does not have is the smallest that the packets fit in, the largest if they were not counted.
-    `ip_bytes` is the length of the longest packet from its IP header on.
+    `index` has number and mtu by (flow, direction). By number there are `headers` (FLOW), `first_psns`, and
+    `partners`, the flow the other way or -1. A path MTU that the recording does not have is the smallest that the
+    packets fit in, the largest if they were not counted. `ip_bytes` is the longest packet from its IP header on.
     """
 
     def __init__(self, ends: pl.DataFrame, nics: pl.DataFrame) -> None:
@@ -48,6 +48,7 @@ class Flows:
         index: list[tuple[int, str, int, int]] = []
         headers: list[tuple[NDArray[np.uint8], int, int]] = []
         first_psns: list[int] = []
+        both_ways: list[tuple[tuple[Address, Address, int], tuple[Address, Address, int]]] = []
         skipped: Counter[str] = Counter()
         self.ip_bytes = 0
         # All tx ends come before the rx ends.
@@ -57,6 +58,8 @@ class Flows:
             peer = _address(end["peer_gid"])
             own = _address(end["local_gid"]) or _like(peer, gids.get(_port(end), []))
             source, target, qpn = (own, peer, end["peer_qpn"]) if sends else (peer, own, end["qpn"])
+            if own and peer and end["peer_qpn"] is not None:
+                both_ways.append(((own, peer, end["peer_qpn"]), (peer, own, end["qpn"])))
             sent_by = set() if sends else senders[target, qpn]
             if sent_by and (source is None or source in sent_by):
                 continue
@@ -84,6 +87,10 @@ class Flows:
         self.index = columns.group_by("flow", "direction", "number").agg(pl.col("mtu").max())
         self.headers: NDArray[np.void] = np.array(headers, FLOW)
         self.first_psns = np.array(first_psns, np.int64)
+        self.partners = np.full(len(headers), -1, np.int64)
+        for one, other in both_ways:
+            if one in numbers and other in numbers:
+                self.partners[[numbers[one], numbers[other]]] = numbers[other], numbers[one]
         self.skipped = [f"{count} flows {reason}" for reason, count in skipped.items()]
 
 

@@ -47,11 +47,14 @@ class Planner:
     The packets of a row are spread evenly over its bin. Its new data are one RDMA WRITE WITH IMMEDIATE of full
     packets and a rest; what it repeats is one more, with the sequence numbers used last. Packets that a row counts
     beyond what its bytes take become writes of one byte or, where it has too few, of none: the format does not
-    say what they were (congestion notifications, READ requests, short messages).
+    say what they were (congestion notifications, READ requests, short messages). Acknowledgements name what was
+    sent last on their flow's partner, and without one a number of their own flow, which means nothing.
     """
 
-    def __init__(self, first_psns: Ints, first_ns: int, speed: float) -> None:
+    def __init__(self, first_psns: Ints, partners: Ints, first_ns: int, speed: float) -> None:
         self._first_psns = first_psns
+        self._partners = partners
+        self._latest_psns = (first_psns - 1) & PSN_MASK
         self._first_ns = first_ns
         self._speed = speed
         self._sent = np.zeros(len(first_psns), np.int64)
@@ -76,9 +79,26 @@ class Planner:
             due = len(packets)
             if next_ns is not None:
                 due = int(np.searchsorted(packets["due_ns"], self._due(np.array([next_ns]))[0]))
+            self._acknowledge(packets[:due])
             yield packets[:due]
             self._later = packets[due:]
             begin = end
+
+    def _acknowledge(self, packets: NDArray[np.void]) -> None:
+        """Gives acknowledgements in `packets`, which are in order, the number sent last on the flow they answer."""
+        flow, is_ack = packets["flow"].astype(np.int64), packets["opcode"] == ACKNOWLEDGE
+        answered = np.where(is_ack, self._partners[flow], flow)
+        order = np.argsort(answered, kind="stable")
+        answered, is_ack = answered[order], is_ack[order]
+        starts = np.flatnonzero(np.diff(answered, prepend=-2))
+        start = np.repeat(starts, np.diff(starts, append=len(order)))
+        latest = np.maximum.accumulate(np.where(is_ack, -1, np.arange(len(order))))
+        psn = np.where(latest >= start, packets["psn"][order[latest]], self._latest_psns[answered])
+        named = is_ack & (answered >= 0)
+        packets["psn"][order[named]] = psn[named]
+        requests = order[~is_ack]
+        last = requests[np.flatnonzero(np.diff(flow[requests], append=-1))]
+        self._latest_psns[flow[last]] = packets["psn"][last]
 
     def _due(self, t_ns: Ints) -> NDArray[np.uint64]:
         due: NDArray[np.uint64] = ((t_ns - self._first_ns) / self._speed).astype(np.uint64)
