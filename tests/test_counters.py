@@ -160,6 +160,15 @@ def test_a_reset_counts_no_bytes_and_is_counted_as_lost(host: Host) -> None:
     assert after(host, reader, 1)["port_samples"]["bytes"].to_list() == [4]
 
 
+def test_a_64_bit_counter_does_not_wrap_at_2_to_the_32(host: Host) -> None:
+    host.write("ports/1/counters/port_xmit_data", 2**32 - 10)
+    reader = host.reader()
+    reader.start()
+    host.write("ports/1/counters/port_xmit_data", 20)
+    assert after(host, reader, 1)["port_samples"].is_empty()
+    assert reader.coverage()["lost"].to_list() == [1]
+
+
 def test_a_64_bit_counter_passes_2_to_the_32(host: Host) -> None:
     host.write("ports/1/counters/port_xmit_data", 2**32 - 2)
     reader = host.reader()

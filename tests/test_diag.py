@@ -200,6 +200,9 @@ def test_32_bit_values_wrap_from_one_query_to_the_next(card: Card) -> None:
     tables = reader.read()
     assert tables["port_samples"]["bytes"].to_list() == [150, 10]
     assert tables["port_counters"]["value"].to_list() == [2**32 - 1, 2**32 + 3]
+    card.append(packed(2, 3, base + 3 * PERIOD, [70, 4, 9]))
+    card.now_ns += PERIOD
+    assert reader.read()["port_counters"]["value"].to_list() == [2**32 + 9]
 
 
 def test_a_64_bit_value_that_goes_back_was_reset(card: Card) -> None:

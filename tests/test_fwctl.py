@@ -310,13 +310,26 @@ def test_a_card_that_cannot_sample_says_why(card: Card, attribute: str, value: o
         card.reader().start()
 
 
-def test_a_ring_that_the_clock_or_the_card_limits(card: Card) -> None:
-    card.frequency_khz = 1_000_000
-    card.log_max_samples = 12
+@pytest.mark.parametrize(
+    ("frequency_khz", "log_max_samples", "log_samples", "is_short"),
+    # The card holds 2^12 entries, 2^11 of each of two counters; or half a turn of its clock is 2^13 periods, 1.07 s.
+    [(KHZ, 12, 11, True), (1_000_000, 20, 13, False)],
+)
+def test_a_ring_that_the_card_or_its_clock_limits(
+    card: Card, frequency_khz: int, log_max_samples: int, log_samples: int, is_short: bool
+) -> None:
+    card.frequency_khz, card.log_max_samples = frequency_khz, log_max_samples
     reader = card.reader()
     reader.start()
-    assert card.parameters[3] == 11
-    assert "the ring of mlx5_0 is short for this period: samples may be lost" in reader.notes
+    assert card.parameters[3] == log_samples
+    note = "the ring of mlx5_0 is short for this period: samples may be lost"
+    assert (note in reader.notes) == is_short
+
+
+def test_entries_not_written_yet_are_no_malformed_ones() -> None:
+    entries = np.array([(0x1001, 1, 5, 7), (0, 0, 0, 0), (0x2006, 1, 6, 8)], ENTRY)
+    found, unasked = decode(bytes(16) + entries.tobytes(), [0x1001])
+    assert (found["value"].tolist(), unasked) == ([7], 1)
 
 
 def test_a_device_that_is_not_there(tmp_path: Path) -> None:
