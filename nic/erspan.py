@@ -119,7 +119,7 @@ class MirrorClocks:
 
         Beyond MAX_SWITCHES of them, and while a clock jumps, they are the capture's.
         """
-        times = t_ns.copy()
+        times: I64Array = t_ns.copy()
         for key in np.unique(np.stack([switch, period_ns]), axis=1).T.tolist():
             if (key[0], key[1]) not in self._lags and len(self._lags) == MAX_SWITCHES:
                 continue
@@ -143,7 +143,8 @@ class MirrorClocks:
 
 def _apart(difference_ns: I64Array, period_ns: int) -> I64Array:
     """The difference of the smallest size that is equal to it but for whole periods."""
-    return (difference_ns + period_ns // 2) % period_ns - period_ns // 2
+    apart: I64Array = (difference_ns + period_ns // 2) % period_ns - period_ns // 2
+    return apart
 
 
 def _largest(values: I64Array) -> int:
