@@ -133,7 +133,7 @@ class FrameDecoder:
     """
 
     def __init__(self) -> None:
-        self.totals: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter(dict.fromkeys((*KINDS, "other"), 0))
         self.opcodes = np.zeros(256, np.int64)
         self._clocks = MirrorClocks()
 
