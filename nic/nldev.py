@@ -61,15 +61,14 @@ class Nldev:
 
     def devices(self) -> pl.DataFrame:
         """DEVICES rows in the kernel's order."""
-        rows = []
+        self._indexes = {}
         for message in self.dump(GET):
             nic, index = text(message, "DEV_NAME"), number(message, "DEV_INDEX")
             if nic is None or index is None:
                 self.malformed += 1
             else:
-                rows.append({"nic": nic, "index": index})
-        self._indexes = {row["nic"]: row["index"] for row in rows}
-        return pl.DataFrame(rows, schema=DEVICES)
+                self._indexes[nic] = index
+        return pl.DataFrame(list(self._indexes.items()), schema=DEVICES, orient="row")
 
     def index_of(self, nic: str) -> int:
         """The kernel's number of a device; HostError when there is none of that name."""

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from pyroute2.netlink import NLM_F_DUMP, NLM_F_MULTI, NLMSG_DONE, NLMSG_ERROR
 
@@ -49,6 +50,10 @@ def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
         length, number = struct.unpack_from("=HH", data, at)
         yield number & ~NESTED, data[at + 4 : at + length]
         at += (length + 3) & ~3
+
+
+def nest(table: int, kind: int, entries: list[bytes]) -> bytes:
+    return attribute(table | NESTED, b"".join(attribute(kind | NESTED, entry) for entry in entries))
 
 
 def message(kind: int, body: bytes, flags: int, sequence: int) -> bytes:
@@ -121,27 +126,19 @@ class Kernel:
             ending = attribute(NDEV_NAME, netdev) if netdev else b""
             yield handle + attribute(PORT_INDEX, 1) + attribute(PORT_STATE, b"\4") + ending
         elif command == RES_QP_GET:
-            yield from self._counted(
-                handle, RES_QP, RES_QP_ENTRY, lambda: [p.entry(q) for q, p in self._pairs(name)]
-            )
+            pairs = self.devices[name]
+            for part in self._counted(pairs):
+                yield handle + nest(RES_QP, RES_QP_ENTRY, [pairs[qpn].entry(qpn) for qpn in part])
         elif command == STAT_GET:
-            yield from self._counted(
-                handle,
-                COUNTER,
-                COUNTER_ENTRY,
-                lambda: [self._counter(number, qpn) for number, qpn in sorted(self.bound.items())],
-            )
+            for part in self._counted(self.bound):
+                yield handle + nest(COUNTER, COUNTER_ENTRY, [self._counter(n, self.bound[n]) for n in part])
         else:
             raise Refusal(errno.EOPNOTSUPP)
 
-    def _counted(
-        self, handle: bytes, table: int, kind: int, entries: Callable[[], list[bytes]]
-    ) -> Iterator[bytes]:
+    def _counted(self, things: dict[int, Any]) -> Iterator[list[int]]:
         at = 0
-        while part := entries()[at : at + self.per_message]:
-            yield handle + attribute(
-                table | NESTED, b"".join(attribute(kind | NESTED, entry) for entry in part)
-            )
+        while part := sorted(things)[at : at + self.per_message]:
+            yield part
             at += len(part)
             self.between()
 
@@ -170,7 +167,7 @@ class Kernel:
                 + (attribute(HW_DYNAMIC, bytes([self.optional[known]])) if known in self.optional else b"")
                 for index, known in enumerate(names)
             ]
-            return attribute(HWCOUNTERS | NESTED, b"".join(attribute(HWCOUNTER | NESTED, e) for e in entries))
+            return nest(HWCOUNTERS, HWCOUNTER, entries)
         if command == STAT_GET and STAT_MODE in given:
             return attribute(STAT_MODE, self.mode)
         if command == STAT_SET and HWCOUNTERS in given:
@@ -214,9 +211,6 @@ class Kernel:
             + attribute(RES_QP | NESTED, attribute(RES_QP_ENTRY | NESTED, attribute(LQPN, qpn)))
             + attribute(HWCOUNTERS | NESTED, values)
         )
-
-    def _pairs(self, name: str) -> list[tuple[int, Pair]]:
-        return sorted(self.devices[name].items())
 
     def _device(self, given: dict[int, bytes]) -> str:
         names = list(self.devices)
