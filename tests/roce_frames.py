@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import random
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 # Opcode: bytes of the headers between BTH and payload (InfiniBand specification, tables 38 and 39).
@@ -103,6 +104,38 @@ class Packet:
             datagram = bytes([following]) + rest.get(own, bytes(7)) + datagram
         fixed6 = (6 << 28, len(datagram), chain[0], 64, source, target)
         return b"\x86\xdd" + struct.pack(">IHBB16s16s", *fixed6) + datagram
+
+
+def mutated(seed: int, many: int, min_bytes: int) -> Iterator[bytes]:
+    """Valid frames of any kind, some with bytes of their headers changed, cut to no less than `min_bytes`, or with some
+    bytes repeated."""
+    rng = random.Random(seed)
+    kinds = list(EXTENDED_BYTES)
+    for _ in range(many):
+        addresses, form = rng.choice(
+            [
+                (("10.1.0.1", "10.1.0.2"), {"options": rng.choice((0, 0, 2))}),
+                (("2001:db8::1", "fe80::2"), {"extensions": rng.choice(((), (), (HOPS, FRAGMENT, OPTIONS)))}),
+            ]
+        )
+        packet = Packet(
+            rng.choice(kinds),
+            *addresses,
+            qpn=rng.randrange(4),
+            psn=rng.randrange(200),
+            payload=rng.randrange(0, 600),
+            vlans=rng.choice((0, 0, 1, 2)),
+            **form,  # type: ignore[arg-type]
+        )
+        frame = bytearray(packet.frame())
+        for _ in range(rng.randrange(4)):
+            frame[rng.randrange(12, min(len(frame), 110))] = rng.choice((0, 1, 0xFF, rng.randrange(256)))
+        if rng.random() < 0.1:
+            at = rng.randrange(12, len(frame))
+            frame[at:at] = frame[at : at + rng.randrange(40)]
+        if rng.random() < 0.1:
+            del frame[rng.randrange(min_bytes, len(frame)) :]
+        yield bytes(frame)
 
 
 def count(packets: list[Packet]) -> Counter[str]:

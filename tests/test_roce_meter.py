@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import count as numbers
@@ -24,6 +23,7 @@ from roce_frames import (
     ROUTING,
     Packet,
     Reference,
+    mutated,
 )
 from run_frames import run_frames
 
@@ -196,37 +196,6 @@ def test_any_packets_count_as_in_the_reference(
     names = {f"::ffff:{own[4]}", own[6]}
     assert {flow: counts for flow, counts in meter.flows().items() if flow[0] in names} == flows
     assert meter.totals() - before == totals
-
-
-def mutated(seed: int, many: int, min_bytes: int) -> Iterator[bytes]:
-    """Valid frames with some bytes of their headers changed, cut or with some repeated."""
-    rng = random.Random(seed)
-    kinds = list(EXTENDED_BYTES)
-    for _ in range(many):
-        addresses, form = rng.choice(
-            [
-                (("10.1.0.1", "10.1.0.2"), {"options": rng.choice((0, 0, 2))}),
-                (("2001:db8::1", "fe80::2"), {"extensions": rng.choice(((), (), (HOPS, FRAGMENT, OPTIONS)))}),
-            ]
-        )
-        packet = Packet(
-            rng.choice(kinds),
-            *addresses,
-            qpn=rng.randrange(4),
-            psn=rng.randrange(200),
-            payload=rng.randrange(0, 600),
-            vlans=rng.choice((0, 0, 1, 2)),
-            **form,  # type: ignore[arg-type]
-        )
-        frame = bytearray(packet.frame())
-        for _ in range(rng.randrange(4)):
-            frame[rng.randrange(12, min(len(frame), 110))] = rng.choice((0, 1, 0xFF, rng.randrange(256)))
-        if rng.random() < 0.1:
-            at = rng.randrange(12, len(frame))
-            frame[at:at] = frame[at : at + rng.randrange(40)]
-        if rng.random() < 0.1:
-            del frame[rng.randrange(min_bytes, len(frame)) :]
-        yield bytes(frame)
 
 
 @pytest.mark.parametrize(
