@@ -1,4 +1,4 @@
-"""Which RDMA ports this machine has, by what sysfs says."""
+"""Which RDMA ports this machine has, by what sysfs says: their cards, rails, interfaces and addresses."""
 
 from __future__ import annotations
 
@@ -10,30 +10,91 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.schema import NICS
+from pulse_bpf.schema import BOOL, I32, NICS, STR
+
+PORTS = pl.Schema({**NICS, "function": STR, "virtual": BOOL, "bond": STR, "node_guid": STR})
+RAILS = pl.Schema({"rail": I32, "function": STR})
+_PCI = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
+_NETWORK_CLASS = "0x02"  # of PCI; Ethernet and InfiniBand controllers
 
 
 def read_nics(node: str, root: Path = Path("/sys"), devices: Collection[str] | None = None) -> pl.DataFrame:
     """The NICS rows of the RDMA `devices` (None: all) below sysfs `root`, sorted by device and port.
 
-    GIDs are written as the recording does (::ffff:10.0.0.1), empty ones left out; `rail` is unknown here.
-    A port whose files cannot be read is left out; a machine without RDMA gives no rows. Source:
-    Documentation/ABI/stable/sysfs-class-infiniband of the kernel, and for soft-RoCE its `parent` file.
+    GIDs are written as the recording does (::ffff:10.0.0.1), empty ones left out. A port whose files cannot be
+    read is left out; a machine without RDMA gives no rows.
     """
-    rows = [
-        row
-        for device in sorted((root / "class/infiniband").glob("*"))
-        if devices is None or device.name in devices
-        for row in _port_rows(node, device, root)
-    ]
-    return pl.DataFrame(rows, schema=NICS)
+    return read_ports(node, root, devices).select(list(NICS))
+
+
+def read_ports(node: str, root: Path = Path("/sys"), devices: Collection[str] | None = None) -> pl.DataFrame:
+    """PORTS rows: those of read_nics, and what card each is on.
+
+    `function` is the physical PCI function whose port it is: a virtual function has that of its card, and so has a
+    device with the node GUID of another. Ports of one function share one cable, whatever they are called. `bond` is
+    the interface that the port's own is a member of. Rails as in read_rails. Source: Documentation/ABI of the kernel
+    (sysfs-class-infiniband, sysfs-bus-pci, sysfs-class-net), and for soft-RoCE its `parent` file.
+    """
+    rails = dict(read_rails(root).select("function", "rail").iter_rows())
+    rows = [row for device in _devices(root) for row in _port_rows(node, device, root)]
+    ports = pl.DataFrame(rows, schema=PORTS)
+    physical = ports.filter(~pl.col("virtual")).select("node_guid", "function").drop_nulls()
+    of_guid = physical.sort("function").unique("node_guid", keep="first", maintain_order=True)
+    ports = (
+        ports.join(of_guid, on="node_guid", how="left", suffix="_of_guid", maintain_order="left")
+        .with_columns(function=pl.coalesce("function_of_guid", "function"))
+        .drop("function_of_guid")
+        .with_columns(
+            # Which rail each port of one function is cabled to, its position cannot tell.
+            rail=pl.when(pl.col("port").n_unique().over("nic") == 1).then(
+                pl.col("function").replace_strict(rails, default=None, return_dtype=I32)
+            )
+        )
+    )
+    return ports.filter(pl.col("nic").is_in(list(devices))) if devices is not None else ports
+
+
+def read_rails(root: Path = Path("/sys")) -> pl.DataFrame:
+    """RAILS rows: the physical functions that RDMA drivers of this machine drive, numbered from 0 by PCI address.
+
+    Assumes that all nodes are built and cabled alike, so that the same position leads to the same switch; if not,
+    ports of different rails share a number, and statements about rails are wrong. Functions count whether or not their
+    RDMA device can be seen from here, so that one in another namespace does not shift the others. Members of one bond
+    share a rail.
+    """
+    drivers = {_link(device / "device/driver") for device in _devices(root)} - {None}
+    functions = {_physical(device) for device in _devices(root)} - {None}
+    functions |= {
+        card.name
+        for card in (root / "bus/pci/devices").glob("*")
+        if _PCI.fullmatch(card.name)
+        and (_text(card / "class") or "").startswith(_NETWORK_CLASS)
+        and not (card / "physfn").exists()
+        and _link(card / "driver") in drivers
+    }
+    rows: list[tuple[int, str]] = []
+    of_bond: dict[str, int] = {}
+    for function in sorted((name for name in functions if name), key=_pci_order):
+        rail = 1 + max((rail for rail, _ in rows), default=-1)
+        bond = next(filter(None, (_bond(root, netdev) for netdev in _netdevs(root, function))), None)
+        rows.append((of_bond.setdefault(bond, rail) if bond else rail, function))
+    return pl.DataFrame(rows, schema=RAILS, orient="row")
+
+
+def _devices(root: Path) -> list[Path]:
+    return sorted((root / "class/infiniband").glob("*"))
 
 
 def _port_rows(node: str, device: Path, root: Path) -> Iterator[dict[str, Any]]:
     pci = _pci_address(device)
     netdevs = _netdevs(root, pci)
+    numa = _text(device / "device/numa_node")
+    guid = _text(device / "node_guid")
     for port in sorted(device.glob("ports/*"), key=lambda path: int(path.name)):
-        numa = _text(device / "device/numa_node")
+        netdev = (
+            # A port's own netdev stands beside its GIDs; the others are for drivers that leave those empty.
+            _gid_netdev(port) or _text(device / "parent") or (netdevs[0] if len(netdevs) == 1 else None)
+        )
         yield {
             "node": node,
             "nic": device.name,
@@ -41,12 +102,13 @@ def _port_rows(node: str, device: Path, root: Path) -> Iterator[dict[str, Any]]:
             "link_gbps": _gbps(_text(port / "rate")),
             "gids": list(_gids(port)),
             "rail": None,
-            # A port's own netdev stands beside its GIDs; the others are for drivers that leave those empty.
-            "netdev": _gid_netdev(port)
-            or _text(device / "parent")
-            or (netdevs[0] if len(netdevs) == 1 else None),
+            "netdev": netdev,
             "numa": int(numa) if numa and int(numa) >= 0 else None,
             "pci": pci,
+            "function": _physical(device),
+            "virtual": (device / "device/physfn").exists(),
+            "bond": netdev and _bond(root, netdev),
+            "node_guid": guid if guid and guid.strip("0:") else None,
         }
 
 
@@ -70,11 +132,33 @@ def _gid_netdev(port: Path) -> str | None:
 def _pci_address(device: Path) -> str | None:
     """The address of the PCI function behind a device; soft-RoCE has none."""
     name = (device / "device").resolve().name
-    return name if re.fullmatch(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]", name) else None
+    return name if _PCI.fullmatch(name) else None
+
+
+def _physical(device: Path) -> str | None:
+    """The address of the physical function that a device is, or that its virtual function belongs to."""
+    return _link(device / "device/physfn") or _pci_address(device)
+
+
+def _pci_order(address: str) -> tuple[int, ...]:
+    return tuple(int(part, 16) for part in _PCI.fullmatch(address).groups())  # type: ignore[union-attr]
 
 
 def _netdevs(root: Path, pci: str | None) -> list[str]:
     return sorted(path.name for path in (root / f"bus/pci/devices/{pci}/net").glob("*")) if pci else []
+
+
+def _bond(root: Path, netdev: str) -> str | None:
+    """The bonding interface that `netdev` is a member of, or is itself."""
+    own = root / "class/net" / netdev
+    if (own / "bonding").is_dir():
+        return netdev
+    return _link(own / "master") if (own / "master/bonding").is_dir() else None
+
+
+def _link(path: Path) -> str | None:
+    """The name of what a link in sysfs leads to."""
+    return path.resolve().name if path.exists() else None
 
 
 def _gbps(rate: str | None) -> float | None:
