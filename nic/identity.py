@@ -12,7 +12,7 @@ import polars as pl
 
 from pulse_bpf.schema import BOOL, I32, NICS, STR
 
-PORTS = pl.Schema({**NICS, "function": STR, "virtual": BOOL, "bond": STR, "node_guid": STR})
+PORTS = pl.Schema([*NICS.items(), ("function", STR), ("virtual", BOOL), ("bond", STR), ("node_guid", STR)])
 RAILS = pl.Schema({"rail": I32, "function": STR})
 _PCI = re.compile(r"([0-9a-f]{4,}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 _NETWORK_CLASS = "0x02"  # of PCI; Ethernet and InfiniBand controllers
