@@ -116,8 +116,8 @@ def stuck(before: pl.DataFrame, after: pl.DataFrame) -> pl.DataFrame:
     `retries` u32 (used up so far), `unacked` u32 (packets).
 
     Such a one has sent again after a timeout (fewer retries left than it may make), has packets under way, and its
-    last acknowledged packet is the same at both moments. It needs nothing of the job. Assumes that the two moments
-    are at least one timeout apart (4.096 us x 2^timeout); closer, a connection that is recovering is named too.
+    last acknowledged packet is the same at both moments. It needs nothing of the job. Assumes that a repeat which gets
+    through is acknowledged within the time between the two; if not, a connection that is recovering is named too.
     """
     unacked = (pl.col("next_send_psn").cast(pl.Int64) - pl.col("last_acked_psn").cast(pl.Int64)) % _PSNS
     return (

@@ -1,7 +1,7 @@
 """What a device says of itself through libibverbs: firmware, link layer, MTU, RoCE v2 addresses, its cycle counter.
 
-Through pyverbs, which is optional: sysfs and RDMA netlink give what a recording needs. The distribution's python3-pyverbs
-fits the libibverbs beside it; the one on PyPI wants a libibverbs of its own release. Not run on a card.
+Through pyverbs, which is optional: sysfs and RDMA netlink give what a recording needs. The distribution's
+python3-pyverbs fits the libibverbs beside it; the one on PyPI wants a libibverbs of its own release. Not run on a card.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pulse_bpf.nic.identity import gid_text
 from pulse_bpf.schema import I32, I64, STR, U8
 
 VERBS = pl.Schema(
-    {
-        "nic": STR,
-        "port": U8,
-        "firmware": STR,
-        "core_clock_khz": I64,
-        "link_layer": STR,
-        "path_mtu": I32,
-        "rocev2_gids": pl.List(STR),
-    }
+    [
+        ("nic", STR),
+        ("port", U8),
+        ("firmware", STR),
+        ("core_clock_khz", I64),
+        ("link_layer", STR),
+        ("path_mtu", I32),
+        ("rocev2_gids", pl.List(STR)),
+    ]
 )
 _MOST_GIDS = 4096
 _LINK_LAYERS = {1: "InfiniBand", 2: "Ethernet"}  # IBV_LINK_LAYER_*

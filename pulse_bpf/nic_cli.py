@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
-from pulse_bpf.errors import UsageError
+from rich.console import Console
+from rich.table import Table
+
+from pulse_bpf.errors import HOST, OK, UsageError
 
 
 def add_commands(verbs: Any) -> None:
@@ -23,13 +29,57 @@ def add_commands(verbs: Any) -> None:
     )
     read.set_defaults(func=_import)
 
+    ports = commands.add_parser("list", help="RDMA ports, their rails, and what each source can tell of them")
+    ports.add_argument("--json", action="store_true", help="for scripts")
+    ports.set_defaults(func=_list)
+
+    pairs = commands.add_parser(
+        "qps", help="queue pairs with process and peer, as they are now or were recorded"
+    )
+    pairs.add_argument("recordings", type=Path, nargs="*", metavar="DIR", help="recordings, read as one")
+    pairs.add_argument("--json", action="store_true", help="for scripts")
+    pairs.set_defaults(func=_qps)
+
 
 def _import(arguments: argparse.Namespace) -> int:
     if not 10 <= arguments.bin_us <= 10_000:
         raise UsageError("--bin-us must be from 10 to 10000")
-    from rich.console import Console
-
     from pulse_bpf.nic_import import import_captures
 
     bin_ns = arguments.bin_us * 1000
     return import_captures(arguments.files, arguments.output, bin_ns, arguments.nics, Console(stderr=True))
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from pulse_bpf import nic_list
+
+    listed = nic_list.list_ports(socket.gethostname())
+    if arguments.json:
+        print(json.dumps(listed, indent=1))
+    else:
+        _show(*nic_list.render(listed))
+    return OK if listed["ports"] else HOST
+
+
+def _qps(arguments: argparse.Namespace) -> int:
+    from pulse_bpf import nic_qps
+
+    missing = ""
+    if arguments.recordings:
+        frame = nic_qps.recorded(arguments.recordings)
+    else:
+        frame, missing = nic_qps.live(socket.gethostname())
+    if arguments.json:
+        print(json.dumps(frame.to_dicts(), indent=1))
+    else:
+        _show(nic_qps.render(frame) if frame.height else "There is no queue pair of a user process.")
+    if missing:
+        print(f"pulse: {missing}", file=sys.stderr)
+    return OK
+
+
+def _show(*parts: Table | str) -> None:
+    # A pipe has no width of its own.
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    for part in parts:
+        console.print(part, markup=False, highlight=False)
