@@ -228,7 +228,8 @@ def mutated(chance: random.Random, seeds: list[bytes]) -> bytes:
         # Mostly in the headers.
         at = min(int(chance.expovariate(1 / 30)), len(frame) - 1)
         if chance.random() < 0.8:
-            frame[at] = chance.choice([0, 1, 6, 17, 47, 0xFF, chance.randrange(256)])
+            one_off = (frame[at] + chance.choice([-1, 1])) % 256
+            frame[at] = chance.choice([0, 1, 6, 17, 47, 0xFF, chance.randrange(256), one_off, one_off])
         else:
             del frame[at : at + chance.randint(1, 8)]
         if not frame:
