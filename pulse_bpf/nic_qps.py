@@ -33,6 +33,7 @@ COLUMNS = pl.Schema(
         ("peer_gid", STR),
         ("peer_qpn", U32),
         ("udp_sport", I32),
+        ("bond_port", I32),
         ("origin", STR),
         ("note", STR),
     ]
@@ -82,7 +83,13 @@ def live(
     table.observe_netlink(qpc.with_contexts(listed, contexts), time.time_ns())
     note = pl.format("stuck: {} packets unanswered after {} repeats", "unacked", "retries").alias("note")
     stuck = qpc.stuck(before, contexts).select("nic", "qpn", note)
-    frame = table.frame().join(stuck, on=["nic", "qpn"], how="left")
+    # Of a bond, the cable that carries what this queue pair sends; 0 where the card is free to choose.
+    bond_port = contexts.select("nic", "qpn", bond_port="lag_port").filter(pl.col("bond_port") > 0)
+    frame = (
+        table.frame()
+        .join(bond_port, on=["nic", "qpn"], how="left")
+        .join(stuck, on=["nic", "qpn"], how="left")
+    )
     pids = frame["pid"].unique().drop_nulls()
     names = pl.DataFrame(
         {"pid": pids, "process": [_name(root, pid) for pid in pids]}, schema={"pid": I64, "process": STR}

@@ -118,6 +118,7 @@ def test_a_card_and_its_virtual_function_seen_in_one_container_are_no_dual_port_
         ("mlx5_1", "0000:3b:00.1", "0000:3b:00.1", False, 1),
         ("mlx5_2", "0000:3b:00.2", "0000:3b:00.0", True, 0),
     ]
+    assert read_rails(tmp_path)["function"].to_list() == ["0000:3b:00.0", "0000:3b:00.1"]
 
 
 def test_two_devices_of_one_node_guid_are_one_card(tmp_path: Path) -> None:

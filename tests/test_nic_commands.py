@@ -127,6 +127,13 @@ class TestLive:
         ]
         assert "gpu" not in printed(nic_qps.render(frame)), "nothing is known of GPUs"
 
+    def test_queue_pairs_unevenly_spread_over_the_cables_of_a_bond_show_it(self, root: Path) -> None:
+        """F12: seven of eight on one port."""
+        ports = {0x11 + index: 2 if index == 5 else 1 for index in range(8)}
+        pairs = {qpn: Pair(0x21, raw=dump(qpn, context(0x21, lag_port=port))) for qpn, port in ports.items()}
+        frame, _ = self.look(Kernel({"mlx5_0": pairs}), root)
+        assert dict(frame.select("qpn", "bond_port").iter_rows()) == ports
+
     def test_why_peers_are_missing_is_told_once(self, root: Path) -> None:
         frame, missing = self.look(Kernel({"mlx5_0": {0x11: Pair(0x21)}}), root)
         assert frame["peer_qpn"].to_list() == [0x21]

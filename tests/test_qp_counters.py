@@ -127,6 +127,7 @@ def test_another_tools_counters_stay_as_they_were(failing_guard: str) -> None:
         counting.start()
         assert set(peer.kernel.bound.values()) == {0x11, 0x12}
         assert all(peer.kernel.optional.values())
+        assert counting.notes == []
         counting.stop()
         assert peer.kernel.bound == {9: 0x12}
         assert [name for name, on in peer.kernel.optional.items() if on] == ["cc_rx_cnp_pkts"]

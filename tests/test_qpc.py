@@ -33,11 +33,12 @@ def context(
     sent: int = 5000,
     acked: int = 4990,
     timeout: int = 14,
+    lag_port: int = 1,
 ) -> bytes:
     """A QPC in state RTS with an MTU of 4096, written field by field at its bit of the manual."""
     qpc = bytearray(232)
     words = {
-        0x00: 3 << 28 | 1 << 24,
+        0x00: 3 << 28 | lag_port << 24,
         0x08: 5 << 29 | 20 << 24,
         0x14: peer_qpn,
         0x18 + 0x08: timeout << 27 | 64,
