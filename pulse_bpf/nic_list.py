@@ -13,7 +13,7 @@ from pyroute2.netlink.exceptions import NetlinkError
 from rich.table import Table
 
 from pulse_bpf.errors import HostError
-from pulse_bpf.nic import qp_counters, verbs_info
+from pulse_bpf.nic import bound_counters, verbs_info
 from pulse_bpf.nic.clocks import phc_anchor
 from pulse_bpf.nic.counters import CounterReader
 from pulse_bpf.nic.diag import LIBRARY
@@ -80,7 +80,7 @@ def _contexts(asked: Asked) -> None:
 
 
 def _qp_counters(asked: Asked) -> None:
-    qp_counters.check(asked.kernel(), asked.port["nic"], asked.port["port"])
+    bound_counters.check(asked.kernel(), asked.port["nic"], asked.port["port"])
 
 
 def _pcc(asked: Asked) -> None:

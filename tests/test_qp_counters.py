@@ -16,8 +16,11 @@ import pytest
 from rdma_peer import AUTO, NONE, Kernel, Pair, Peer
 
 from pulse_bpf.errors import HostError
+from pulse_bpf.nic import bound_counters
+from pulse_bpf.nic.bound_counters import BYTE_COUNTERS, check, undo
+from pulse_bpf.nic.guard import Guard
 from pulse_bpf.nic.nldev import Nldev
-from pulse_bpf.nic.qp_counters import BYTE_COUNTERS, SOURCE_NAME, QpCounterReader, check, undo
+from pulse_bpf.nic.qp_counters import SOURCE_NAME, QpCounterReader
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.schema import NICS, TABLES
 
@@ -205,6 +208,10 @@ def test_after_a_crash_the_guard_knows_what_to_take_back(noting_guard: tuple[str
     assert left.bound == {}
     assert left.mode == NONE
     assert not any(left.optional.values())
+
+
+def test_the_guard_itself_starts_and_ends_where_nothing_is_to_be_taken_back() -> None:
+    assert Guard(bound_counters.__file__).close()
 
 
 def test_a_crash_before_the_kernels_answer_was_told_is_taken_back_too() -> None:
