@@ -160,6 +160,8 @@ def read_nics_file(path: Path) -> pl.DataFrame:
     """
     try:
         rows = pl.read_parquet(path).to_dicts() if path.suffix == ".parquet" else json.loads(path.read_text())
+        if not isinstance(rows, list):
+            raise TypeError("it holds no list")
         frame = pl.DataFrame([_nic_row(row) for row in rows], schema=NICS)
     except (OSError, ValueError, PolarsError) as error:
         raise UsageError(f"cannot read the NICs in {path}", str(error).splitlines()[0]) from error
