@@ -81,6 +81,17 @@ struct nccl_event {
     u8 unused[4];
 };
 
+/* What NCCL gives its proxy to do for one operator on one channel; `op` is the beginning of struct
+ * ncclProxyOp. */
+#define PROXY_OP_BYTES 96
+struct proxy_event {
+    struct event_header header;
+    u64 comm_ptr;
+    u32 file;
+    u8 unused[4];
+    u8 op[PROXY_OP_BYTES];
+};
+
 /* One call that changes a queue pair. `mask` says which of the attributes are given (enum ibv_qp_attr_mask).
  */
 struct qp_event {
