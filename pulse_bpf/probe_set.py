@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from pulse_bpf.attach import Program
 from pulse_bpf.comm_reader import CommReader
+from pulse_bpf.detail_probes import DetailProbes
 from pulse_bpf.errors import AttachError, NoNcclError
 from pulse_bpf.libraries import Kind, Library, examine
 from pulse_bpf.nic import Tables
@@ -84,12 +85,15 @@ class ProbeSet:
 
     `wall_offset_ns` plus a CLOCK_MONOTONIC time is wall clock. Each distinct file is probed once, for whoever maps it,
     and a filter in the kernel lets only added processes through. Nothing is compiled or attached before add().
+    `detail` records `op_details` too.
     """
 
-    def __init__(self, wall_offset_ns: int) -> None:
+    def __init__(self, wall_offset_ns: int, detail: bool = False) -> None:
         self._wall_offset_ns = wall_offset_ns
         self._nodes: dict[int, str] = {}
         self._decoder = NcclDecoder(self._nodes, wall_offset_ns)
+        self._wants_detail = detail
+        self._detail = DetailProbes(wall_offset_ns)
         self._programs: dict[Kind, Program] = {}
         self._rings: dict[Kind, Ring] = {}
         self._drained: list[NDArray[np.void]] = []
@@ -138,17 +142,21 @@ class ProbeSet:
         # Before the process is let through.
         self._decide_returns()
         for found in observable.values():
-            self._programs[found.library.kind].set_hash("watched", _filter_key(pid, found), b"\1")
+            key = _filter_key(pid, found)
+            self._programs[found.library.kind].set_hash("watched", key, b"\1")
+            self._detail.let_through(key)
         return [problem for problem in problems if problem not in _interposers(probed.values())]
 
     def drain(self) -> None:
-        """Empties the ring buffer of calls, which `read` then needs no more often than rows are wanted."""
+        """Empties the ring buffers, which `read` then needs no more often than rows are wanted."""
+        self._detail.drain()
         if "nccl" in self._rings:
             self._drained.append(self._rings["nccl"].read())
 
     def read(self, until_ns: int | None = None) -> Tables:
         """The operators called since the last read, as rows of `ops`; those after `until_ns` (CLOCK_MONOTONIC) later.
 
+        Also rows of `op_details`, where that is recorded.
         What is known of the time behind `until_ns` tells which operators were captured, and when they were launched.
         """
         self.drain()
@@ -163,7 +171,10 @@ class ProbeSet:
         self._comms.look(self._decoder.communicators.frame())
         # Where the library keeps its own numbers is proven only by the rest of what lies there.
         numbers = pl.when(self._comms.fits(ops)).then("nccl_seq").alias("nccl_seq")
-        return {"ops": ops.with_columns(numbers)}
+        tables = {"ops": ops.with_columns(numbers)}
+        if self._wants_detail:
+            tables["op_details"] = self._detail.read(ops, events[due], until_ns or _NEVER_NS)
+        return tables
 
     def qp_events(self) -> pl.DataFrame:
         """What processes did to their queue pairs since the last call, in the columns of verbs.QP_EVENTS."""
@@ -239,11 +250,13 @@ class ProbeSet:
         unknown = self._decoder.unknown_replays[watched.process.pid]
         if unknown:
             yield f"the operators of {unknown} replays of CUDA graphs, which were captured before the recording"
-        mapped = [
-            probed for (pid, _, _), (_, probed) in self._mapped.items() if pid == watched.process.pid
-        ]
+        mapped = [probed for (pid, _, _), (_, probed) in self._mapped.items() if pid == watched.process.pid]
         if any(probed.library.kind == "nccl" and not probed.library.shows_graphs for probed in mapped):
             yield "replays of CUDA graphs: its NCCL is stripped, or a release whose structures are not known"
+        if self._wants_detail and any(
+            probed.library.kind == "nccl" and not self._detail.shows(probed.number) for probed in mapped
+        ):
+            yield "the detail of operators: its NCCL is stripped, or a release whose structures are not known"
 
     @property
     def running(self) -> int:
@@ -256,7 +269,7 @@ class ProbeSet:
         if self._lost_before_close is not None:
             return self._lost_before_close
         dropped = sum(program.percpu_sum("dropped", 0) for program in self._programs.values())
-        return dropped + self._decoder.malformed
+        return dropped + self._decoder.malformed + self._detail.lost
 
     def summary(self) -> dict[str, Any]:
         """For the manifest: what is probed in each file, what could not be, and how many events were lost."""
@@ -273,7 +286,12 @@ class ProbeSet:
             }
             for probed in self._files.values()
         ]
-        return {"files": files, "lost": self.lost, "unknown_replays": self._decoder.unknown_replays.total()}
+        return {
+            "files": files,
+            "lost": self.lost,
+            "unknown_replays": self._decoder.unknown_replays.total(),
+            "undecided_details": self._detail.undecided,
+        }
 
     def close(self) -> None:
         """Takes every probe off; may be called more than once."""
@@ -283,6 +301,7 @@ class ProbeSet:
             for program in self._programs.values():
                 program.close()
             self._programs.clear()
+            self._detail.close()
 
     def _probe(self, file: MappedFile) -> ProbedFile | None:
         """Probes whatever `file` defines, once; None when that is nothing of interest."""
@@ -302,6 +321,8 @@ class ProbeSet:
         if library.cookies:
             program = self._program(library.kind)
             refused = program.attach_uprobes(file.opened_by, library.cookies, "on_entry", library.needs)
+            if self._wants_detail:
+                self._detail.attach(file, number, library)
         probed = ProbedFile(number, file.path, library, refused)
         self._files[file.identity] = probed
         self._by_number[number] = library
@@ -339,12 +360,15 @@ class ProbeSet:
         del self._current[pid]
         self._let_go(pid)
         self._decoder.end_process(pid, watched.gone_ns)
+        self._detail.end_process(pid)
 
     def _let_go(self, pid: int) -> None:
         """Ignores what process `pid` does."""
         for probed in self._files.values():
             if probed.mapped_by.pop(pid, None) and probed.library.kind in self._programs:
-                self._programs[probed.library.kind].delete_hash("watched", _filter_key(pid, probed))
+                key = _filter_key(pid, probed)
+                self._detail.let_go(key)
+                self._programs[probed.library.kind].delete_hash("watched", key)
 
 
 def _library_row(watched: Watched, probed: ProbedFile) -> dict[str, object]:

@@ -53,17 +53,23 @@ class Outcome:
 
 
 def record(
-    hosts: Sequence[Host], seconds: float | None, output: Path, bin_ns: int, wait: bool, console: Console
+    hosts: Sequence[Host],
+    seconds: float | None,
+    output: Path,
+    bin_ns: int,
+    wait: bool,
+    detail: bool,
+    console: Console,
 ) -> Outcome:
     """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process named.
 
-    `wait` records also when there is no process with an NCCL yet.
+    `wait` records also when there is no process with an NCCL yet, `detail` also how NCCL carries out each operator.
     The processes are only read from, and everything attached is detached before this returns or raises.
     HostError, AttachError and UsageError when nothing can be recorded; what fails for a part is a warning.
     """
     writer = RecordingWriter(output)
     with _stop_on_signals() as stop, ExitStack() as cleanup:
-        recording = Recording(hosts, bin_ns, wait, writer, cleanup)
+        recording = Recording(hosts, bin_ns, wait, detail, writer, cleanup)
         privileges.drop()
         recording.run(seconds, stop, console)
         return recording.outcome
@@ -73,14 +79,20 @@ class Recording:
     """The parts of a running recording; `cleanup` takes every one of them off again."""
 
     def __init__(
-        self, hosts: Sequence[Host], bin_ns: int, wait: bool, writer: RecordingWriter, cleanup: ExitStack
+        self,
+        hosts: Sequence[Host],
+        bin_ns: int,
+        wait: bool,
+        detail: bool,
+        writer: RecordingWriter,
+        cleanup: ExitStack,
     ) -> None:
         self.outcome = Outcome()
         self._writer = writer
         self._nodes = [host.node for host in hosts]
         # One offset for the whole recording keeps every bin on one phase; `clocks` lets a reader redo it.
         offset_ns = clock.anchor().offset_ns
-        self._probes = ProbeSet(offset_ns)
+        self._probes = ProbeSet(offset_ns, detail)
         cleanup.callback(self._probes.close)
         self._watches = [(host, Watch(host.selection)) for host in hosts]
         self._wait = wait
