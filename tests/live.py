@@ -80,9 +80,9 @@ def calling(library: Path, loops: int, threads: int = 2, **environment: str) -> 
 
 
 @contextmanager
-def probing() -> Iterator[ProbeSet]:
+def probing(detail: bool = False) -> Iterator[ProbeSet]:
     """An empty set of probes, closed at the end."""
-    probes = ProbeSet(time.time_ns() - time.monotonic_ns())
+    probes = ProbeSet(time.time_ns() - time.monotonic_ns(), detail)
     try:
         yield probes
     finally:
