@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -135,7 +135,7 @@ class ProbeSet:
             self._current[pid] = known
         self._nodes[pid] = node
         known.paths = tuple(file.path for file in files)
-        self._let_go(pid)
+        self._let_go(pid, list(observable.values()))
         for file, found in observable.items():
             found.mapped_by[pid] = file
             self._mapped[pid, known.start_ns, file.identity] = known, found
@@ -358,13 +358,15 @@ class ProbeSet:
         pid = watched.process.pid
         watched.gone_ns = time.monotonic_ns() + self._wall_offset_ns
         del self._current[pid]
-        self._let_go(pid)
+        self._let_go(pid, [])
         self._decoder.end_process(pid, watched.gone_ns)
         self._detail.end_process(pid)
 
-    def _let_go(self, pid: int) -> None:
-        """Ignores what process `pid` does."""
+    def _let_go(self, pid: int, still_mapped: Sequence[ProbedFile]) -> None:
+        """Ignores what process `pid` does in files that it maps no longer."""
         for probed in self._files.values():
+            if probed in still_mapped:
+                continue
             if probed.mapped_by.pop(pid, None) and probed.library.kind in self._programs:
                 key = _filter_key(pid, probed)
                 self._detail.let_go(key)
