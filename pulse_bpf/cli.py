@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   pulse check                              can this host record?
-  sudo pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
-  sudo pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
+  pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
+  pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
   pulse analyze rec                        who is at fault, and why
 """
 
@@ -163,6 +163,7 @@ def _record(arguments: argparse.Namespace) -> int:
     _notices.print(
         f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
         f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )

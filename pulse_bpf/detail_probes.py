@@ -27,6 +27,7 @@ class DetailProbes:
         self._ring: Ring | None = None
         self._drained: list[NDArray[np.void]] = []
         self._layouts: dict[int, Layout] = {}
+        self._links: dict[int, tuple[int, ...]] = {}
         self._details = Details(self._layouts, wall_offset_ns)
 
     @property
@@ -42,14 +43,21 @@ class DetailProbes:
 
     def attach(self, file: MappedFile, number: int, library: Library) -> None:
         """Probes `file`, which is file `number` of the recording, if it shows detail; HostError as attach_uprobes."""
-        if not library.detail or not library.layout or number in self._layouts:
+        if not library.detail or not library.layout:
             return
         if self._program is None:
             self._program = Program(BPF_DIRECTORY / "proxy.c", {"RING_BYTES": PROXY_RING_BYTES})
             self._ring = self._program.ring("events", PROXY_EVENT)
         offset, cookie = library.detail
-        if not self._program.attach_uprobes(file.opened_by, {offset: cookie}, "on_entry"):
+        attachment = self._program.attach_uprobes(file.opened_by, {offset: cookie}, "on_entry")
+        if not attachment.refused:
             self._layouts[number] = library.layout
+            self._links[number] = attachment.links
+
+    def detach(self, number: int) -> None:
+        """Takes the probe off file `number`, whose number may come back as another file's."""
+        if self._program and self._layouts.pop(number, None):
+            self._program.detach(self._links.pop(number))
 
     def shows(self, number: int) -> bool:
         """Whether file `number` shows detail."""

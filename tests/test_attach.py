@@ -235,7 +235,7 @@ def test_a_full_ring_is_counted(library: Path) -> None:
             with Elf(library) as elf:
                 found = elf.functions(nccl.PROBES)
             places = {place.offset: nccl.cookie(nccl.PROBES[name], 0, 0) for name, place in found.items()}
-            assert program.attach_uprobes(library, places, "on_entry") == {}
+            assert program.attach_uprobes(library, places, "on_entry").refused == {}
             calls = len(json.loads(target.act()))
             first = ring.read()
             assert 0 < len(first) < calls
@@ -328,11 +328,12 @@ def test_the_version_that_programs_call_is_the_one_probed(tmp_path: Path) -> Non
 def test_a_place_that_is_no_code_is_refused(tmp_path: Path) -> None:
     program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
     try:
-        refused = program.attach_uprobes(tmp_path / "missing", {0: 0}, "on_call")
+        refused = program.attach_uprobes(tmp_path / "missing", {0: 0}, "on_call").refused
         assert "No such file" in str(refused[0])
         empty = tmp_path / "empty"
         empty.write_bytes(b"")
-        refused = program.attach_uprobes(empty, {0x1000: 0, 0x2000: 0}, "on_call", {0x1000: 0x2000})
+        places = {0x1000: 0, 0x2000: 0}
+        refused = program.attach_uprobes(empty, places, "on_call", {0x1000: 0x2000}).refused
         assert "Invalid argument" in str(refused[0x2000])
         assert refused[0x1000] is refused[0x2000]
     finally:

@@ -63,7 +63,8 @@ struct comm_identity {
  * `nccl_seq` is the library's own number of the call's function, all ones where unknown, `file` is which
  * probed file it is in. The kinds that are no operators use the fields so:
  * - COMM_INIT, _INIT_ALL, _SPLIT, _GROW: `stream` is where the caller gets the new communicators, `count` how
- *   many, `comm_ptr` and `identity` are the communicator they are made from, if any
+ *   many, `comm_ptr` and `identity` are the communicator they are made from, if any; `dtype` is of how many
+ * ranks they shall be, 0 where the call does not say
  * - LAUNCH: the outermost end of `group` returned
  * - CAPTURE, REPLAY: `stream` is the plan of a CUDA graph's launch, `comm_ptr` its communicator
  */
