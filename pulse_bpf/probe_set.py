@@ -104,7 +104,11 @@ class ProbeSet:
         return problems
 
     def drain(self) -> None:
-        """Empties the ring buffers, which `read` then needs no more often than rows are wanted."""
+        """Empties the ring buffers, which `read` then needs no more often than rows are wanted.
+
+        Also lets go of processes that have ended, at once, since what they mapped may be overwritten then.
+        """
+        self._note_ends()
         self._files.detail.drain()
         self._drained.append(self._files.read("nccl"))
 
@@ -136,14 +140,7 @@ class ProbeSet:
 
     def state(self) -> Tables:
         """All of `comms`, `channels`, `processes` and `libraries` as known by now."""
-        for watched in list(self._current.values()):
-            if not is_alive(watched.process):
-                self._end(watched)
-        self._files.decide_returns(self._filtered())
-        for probed in self._files.tidy():
-            for watched in self._current.values():
-                if probed in watched.files:
-                    watched.notes.append(f"calls of {probed.path}, which was overwritten while it was in use")
+        self._note_ends()
         processes = [
             {
                 "node": watched.node,
@@ -241,6 +238,16 @@ class ProbeSet:
             self._lost_before_close = self.lost
         finally:
             self._files.close()
+
+    def _note_ends(self) -> None:
+        for watched in list(self._current.values()):
+            if not is_alive(watched.process):
+                self._end(watched)
+        self._files.decide_returns(self._filtered())
+        for probed in self._files.tidy():
+            for watched in self._current.values():
+                if probed in watched.files:
+                    watched.notes.append(f"calls of {probed.path}, which was overwritten while it was in use")
 
     def _refusal(self, process: Process, problems: list[str]) -> AttachError:
         """Why nothing of `process` can be recorded."""
