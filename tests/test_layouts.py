@@ -268,7 +268,9 @@ def test_a_container_with_a_file_system_of_its_own_is_recorded(
         called = said(target.act("call 1"))
         assert record.calls() == {pid: called}
         (library,) = record.probes.state()["libraries"].to_dicts()
-        assert (library["path"], library["version"]) == (str(decoy), "2.99.0")
+        # Seen from a changed root, the path begins further up.
+        assert library["path"].endswith(str(decoy))
+        assert library["version"] == "2.99.0"
 
 
 OVERLAY = (
