@@ -111,7 +111,7 @@ class Bench:
         elif variant == "empty":
             program = Program(self._empty, {})
             try:
-                for error in program.attach_uprobes(self._library, self._places, "on_entry").values():
+                for error in program.attach_uprobes(self._library, self._places, "on_entry").refused.values():
                     raise error
                 yield None
             finally:

@@ -50,4 +50,4 @@ class XdpLinks:
     def detach(self) -> None:
         """Takes the program off; may be called more than once."""
         while self._links:
-            self._program.detach(self._links.pop())
+            self._program.detach([self._links.pop()])

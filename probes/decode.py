@@ -35,7 +35,8 @@ _PLAIN = (
 _NONE = np.empty(0, NCCL_EVENT)
 _COUNTED_IN_GROUP = ("pid", "tid", "group", "comm_ptr", "kind")
 
-# A call that makes communicators: where its caller gets them, and from which communicator they are made.
+# A call that makes communicators: where its caller gets them, of how many ranks they shall be if it says so, and from
+# which communicator they are made.
 CREATIONS = pl.Schema(
     {
         "node": pl.String,
@@ -44,6 +45,9 @@ CREATIONS = pl.Schema(
         "address": pl.UInt64,
         "count": pl.UInt64,
         "parent_comm_id": pl.String,
+        "nranks": pl.Int32,
+        "parent_nranks": pl.Int32,
+        "parent_gpu": pl.Int32,
         "t_ns": pl.Int64,
     }
 )
@@ -133,8 +137,16 @@ class NcclDecoder:
 
     def _note_creations(self, records: pl.DataFrame) -> None:
         made = with_comm_id(records).rename(
-            {"stream": "address", "comm_id": "parent_comm_id", "call_ns": "t_ns"}
+            {
+                "stream": "address",
+                "comm_id": "parent_comm_id",
+                "call_ns": "t_ns",
+                "nranks": "parent_nranks",
+                "gpu": "parent_gpu",
+            }
         )
+        of_ranks = pl.when(pl.col("dtype") > 0).then("dtype").cast(pl.Int32, strict=False)
+        made = made.with_columns(of_ranks.alias("nranks"))
         self._creations = pl.concat([self._creations, made.select(CREATIONS.names())])
 
     def _with_sequence_numbers(self, calls: pl.DataFrame) -> pl.DataFrame:

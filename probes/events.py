@@ -6,9 +6,13 @@ from enum import IntEnum
 
 import numpy as np
 
+from pulse_bpf.probes.layouts import PROXY_OP_BYTES
+
 EVENT_VERSION = 2
 # At 100,000 calls a second the ring holds what three seconds bring: more than a slow disk holds the reader up.
 NCCL_RING_BYTES = 32 << 20
+# A record for each channel of each operator.
+PROXY_RING_BYTES = 64 << 20
 VERBS_RING_BYTES = 1 << 20
 
 
@@ -91,6 +95,17 @@ NCCL_EVENT: np.dtype[np.void] = np.dtype(
         ("peer", "<i4"),
         ("file", "<u4"),
         ("unused", "V4"),
+    ]
+)
+
+# struct proxy_event.
+PROXY_EVENT: np.dtype[np.void] = np.dtype(
+    [
+        *_HEADER,
+        ("comm_ptr", "<u8"),
+        ("file", "<u4"),
+        ("unused", "V4"),
+        ("op", f"V{PROXY_OP_BYTES}"),
     ]
 )
 

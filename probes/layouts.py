@@ -15,18 +15,19 @@ import numpy as np
 
 # struct ncclProxyOp (proxy.h): what is read of it for one operator's work on one channel. All lies within its first
 # 96 bytes; up to 2.19 it has 64. `nbytes` is the size of a network message, not of the operator. chunk_bytes is the
-# lower half of a size_t since 2.24, channel the lowest byte of an int up to 2.19: their values fit.
+# lower half of a size_t since 2.24, channel the lowest byte of an int up to 2.19: their values fit. channel_bytes is
+# channelSize, since 2.24: what of the operator's `count` the channel carries, where that is divided among channels.
 PROXY_OP_BYTES = 96
 _NUMBERS = {"nbytes": "<i8", "op_count": "<u8", "root": "<i4", "nsteps": "<i4", "chunk_bytes": "<u4"}
 _CODES = ("channel", "dtype", "redop", "pattern", "protocol", "coll")
-_PROXY_OP = _NUMBERS | dict.fromkeys(_CODES, "u1")
-# Offsets in that order; the first form has no `coll`.
+_PROXY_OP = {**_NUMBERS, **dict.fromkeys(_CODES, "u1"), "channel_bytes": "<u8"}
+# Offsets in that order; the first form has no `coll`, and only the last two have `channel_bytes`.
 _PROXY_OP_FORMS = (
     (16, 32, 24, 12, 48, 8, 52, 53, 54, 55),
     (16, 24, 32, 40, 44, 50, 51, 52, 54, 55, 53),
     (8, 16, 24, 32, 36, 42, 43, 44, 46, 47, 45),
-    (8, 16, 24, 32, 40, 82, 83, 84, 86, 87, 85),
-    (8, 16, 24, 32, 40, 82, 83, 84, 87, 88, 85),
+    (8, 16, 24, 32, 40, 82, 83, 84, 86, 87, 85, 72),
+    (8, 16, 24, 32, 40, 82, 83, 84, 87, 88, 85, 72),
 )
 # enum ncclPattern_t (proxy.h): the algorithm that each `pattern` belongs to. PAT came ahead of peer to peer; numbers
 # beyond these move no data.

@@ -40,12 +40,14 @@ PROBES: dict[str, NcclCall] = {
     "ncclCommAbort": NcclCall.COMM_GONE,
     "ncclDevCommCreate": NcclCall.DEVICE_COMM,
 }
+# The C++ function that is given what the proxy is to do, channel by channel.
+SAVE = "ncclProxySaveOp"
 # Called thousands of times a second: no place for a probe that the kernel must single-step.
 HOT = frozenset(
     name
     for name, call in PROBES.items()
     if call <= NcclCall.RECV or call in (NcclCall.GROUP_START, NcclCall.GROUP_END)
-)
+) | {SAVE}
 GROUP_START = "ncclGroupStart"
 # Its return tells when a group's operators were launched.
 GROUP_END = "ncclGroupEnd"

@@ -6,7 +6,8 @@ import atexit
 import ctypes
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from mmap import PAGESIZE
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,14 @@ from pulse_bpf.probes import BPF_DIRECTORY
 from pulse_bpf.ring import Ring
 
 _POSSIBLE_CPUS = Path("/sys/devices/system/cpu/possible")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What attach_uprobes put on a file: the links to give to `detach`, and why the kernel refused offsets."""
+
+    links: tuple[int, ...]
+    refused: dict[int, AttachError]
 
 
 class Program:
@@ -53,33 +62,38 @@ class Program:
         cookies: Mapping[int, int],
         function: str,
         needs: Mapping[int, int] = MappingProxyType({}),
-    ) -> dict[int, AttachError]:
+    ) -> Attachment:
         """Runs `function` whenever any process enters an instruction of `path` at one of the file offsets in `cookies`.
 
         The program learns which by the offset's cookie. All of them are one link where the kernel takes that, one perf
         event each elsewhere; an offset in `needs` then comes after the one it maps to, and only if that was taken.
-        Returns why the kernel refused offsets; HostError when it refuses uprobes.
+        HostError when it refuses uprobes.
         """
         try:
             program = self._load(function, self._bcc.BPF.KPROBE, UPROBE_MULTI)
-            self._links.append(link_uprobes(program, UPROBE_MULTI, path, cookies))
-            return {}
+            link = link_uprobes(program, UPROBE_MULTI, path, cookies)
+            self._links.append(link)
+            return Attachment((link,), {})
         except (OSError, HostError):
             # Either the kernel is too old, or one of the places is bad: this tells them apart.
             program = self._load(function, self._bcc.BPF.KPROBE)
+        links: list[int] = []
         refused: dict[int, AttachError] = {}
         for offset, cookie in sorted(cookies.items(), key=lambda place: place[0] in needs):
             if needs.get(offset) in refused:
                 refused[offset] = refused[needs[offset]]
                 continue
             try:
-                self._links.extend(link_uprobe(program, path, offset, cookie))
+                made = link_uprobe(program, path, offset, cookie)
+                links += made
+                self._links += made
             except OSError as error:
                 reason = refusal(f"cannot probe {path} at {offset:#x}", error)
                 if isinstance(reason, HostError):
+                    self.detach(links)
                     raise reason from error
                 refused[offset] = reason
-        return refused
+        return Attachment(tuple(links), refused)
 
     def attach_session(self, path: Path, offset: int, cookie: int, function: str) -> int | None:
         """Runs `function` at the entry of a function of `path` and, where that returns 0, at its return.
@@ -100,10 +114,11 @@ class Program:
         """How many descriptors hold what is attached: one for each link, and one for each perf event."""
         return len(self._links)
 
-    def detach(self, link: int) -> None:
-        """Takes off what attach_session or attach_xdp returned."""
-        self._links.remove(link)
-        os.close(link)
+    def detach(self, links: Iterable[int]) -> None:
+        """Takes off these of what was attached."""
+        for link in links:
+            self._links.remove(link)
+            os.close(link)
 
     def detach_all(self) -> None:
         """Takes off everything that is attached, which may then be attached again."""

@@ -155,7 +155,7 @@ def _target() -> Iterator[_Target]:
 
 def _attach(program: Program, target: _Target) -> bool:
     """Attaches to the target's function; whether by the kind of link that can hold many places."""
-    refused = program.attach_uprobes(target.file, {0: 0}, "on_call")
+    refused = program.attach_uprobes(target.file, {0: 0}, "on_call").refused
     for error in refused.values():
         raise HostError(error.what, error.why) from error
     # Other kernels need a perf event beside the link.

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """examples:
   pulse check                              can this host record?
-  sudo pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
-  sudo pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
+  pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
+  pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
   pulse analyze rec                        who is at fault, and why
 """
 
@@ -80,6 +80,9 @@ def _parser() -> argparse.ArgumentParser:
     target.add_argument("--container", metavar="ID", help="those in a container; the first 12 digits do")
     target.add_argument("--hosts", type=Path, metavar="FILE", help="several lab hosts on this kernel (JSON)")
     record.add_argument("--wait", action="store_true", help="start also when nothing uses NCCL yet")
+    record.add_argument(
+        "--detail", action="store_true", help="also channels, algorithm and protocol of each operator"
+    )
     record.add_argument("-d", "--seconds", type=seconds, help="how long (default: until Ctrl-C)")
     record.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory")
     record.add_argument("--bin-us", type=int, default=1000, help="width of a traffic bin (default: 1000)")
@@ -154,10 +157,13 @@ def _record(arguments: argparse.Namespace) -> int:
     from pulse_bpf.session import record
 
     bin_ns = arguments.bin_us * 1000
-    outcome = record(hosts, arguments.seconds, arguments.output, bin_ns, arguments.wait, _notices)
+    outcome = record(
+        hosts, arguments.seconds, arguments.output, bin_ns, arguments.wait, arguments.detail, _notices
+    )
     _notices.print(
         f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
         f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
+        markup=False,
         highlight=False,
         soft_wrap=True,
     )

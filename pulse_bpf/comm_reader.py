@@ -52,7 +52,18 @@ class _Creation:
     file: int
     address: int
     parent_comm_id: str | None
+    nranks: int | None
+    parent_nranks: int | None
+    parent_gpu: int | None
     t_ns: int
+
+    def may_have_made(self, identity: CommIdentity) -> bool:
+        """Whether a communicator can be what the call left; one made from another has its GPU and not more ranks."""
+        if self.nranks is not None:
+            return identity.nranks == self.nranks
+        if self.parent_nranks is None:
+            return True
+        return identity.gpu == self.parent_gpu and identity.nranks <= self.parent_nranks
 
 
 class CommReader:
@@ -77,6 +88,12 @@ class CommReader:
         """
         for row in creations.iter_rows(named=True):
             places = range(row["address"], row["address"] + 8 * min(row.pop("count"), 1024), 8)
+            # What an earlier call left there, if it was not read yet, is gone.
+            self._creations = [
+                earlier
+                for earlier in self._creations
+                if earlier.pid != row["pid"] or earlier.address not in places
+            ]
             self._creations += [_Creation(**{**row, "address": address}) for address in places]
         found = []
         waiting = []
@@ -136,7 +153,7 @@ class CommReader:
         library = self._libraries[creation.file]
         pointer = read_pointer(memory, creation.address)
         identity = read_identity(memory, pointer, library.rank_at) if pointer and library.rank_at else None
-        if not identity:
+        if not identity or not creation.may_have_made(identity):
             return None
         origin = (creation.file, creation.t_ns, creation.parent_comm_id)
         return (creation.node, creation.pid, pointer, *identity, *origin)

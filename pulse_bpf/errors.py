@@ -48,6 +48,10 @@ class NoNcclError(AttachError):
     """A process maps no NCCL: there is nothing wrong with it, and nothing to record."""
 
 
+class EndedError(AttachError):
+    """A process has ended, or never was."""
+
+
 class NotPermittedError(AttachError):
     """A process may not be looked at: it is not the process that lacks something."""
 

@@ -9,7 +9,7 @@ from typing import Literal
 from pulse_bpf.elf import Elf, Function
 from pulse_bpf.entry import entry_of
 from pulse_bpf.errors import AttachError
-from pulse_bpf.probes import nccl, verbs
+from pulse_bpf.probes import detail, nccl, verbs
 from pulse_bpf.probes.events import NcclCall
 from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 from pulse_bpf.probes.layouts import Layout, layout_of
@@ -25,7 +25,8 @@ class Library:
     `cookies` has the file offset of every place to probe at its entry, with what the probe is told; a place in `needs`
     only if the one it maps to is probed too. `returns` is the one function whose return is worth a look, its offset and
     cookie. `rank_at` is where a communicator has its rank, 0 when that could not be found, `layout` what is known of
-    its release. `problems` says what cannot be observed.
+    its release. `detail` is where the proxy is told what to do, offset and cookie, where that can be understood.
+    `problems` says what cannot be observed.
     """
 
     kind: Kind
@@ -37,6 +38,7 @@ class Library:
     needs: Mapping[int, int]
     returns: tuple[int, int] | None
     problems: tuple[str, ...]
+    detail: tuple[int, int] | None = None
 
     @property
     def makes_device_comms(self) -> bool:
@@ -87,23 +89,24 @@ def _nccl(file: MappedFile, elf: Elf, functions: Mapping[str, Function], number:
         call = nccl.PROBES[name]
         seq_at = layout.seq_at if layout and call <= NcclCall.RECV else 0
         cookies.setdefault(offset, nccl.cookie(call, number, rank_at, seq_at))
+    inner = elf.cpp_functions([nccl.CAPTURE, nccl.REPLAY, nccl.SAVE]) if layout else {}
+    inner_places, _ = _places(file, elf, inner)
+    save = inner_places.pop(nccl.SAVE, None)
     if layout:
-        cookies |= _graph_cookies(file, elf, number, layout)
+        cookies |= _graph_cookies(inner_places, number, layout)
     start, end = places.get(nccl.GROUP_START), places.get(nccl.GROUP_END)
     needs = {start: end} if start is not None and end is not None else {}
     if start is not None and end is None:
         # Every later call would seem to be in that group.
         del cookies[start]
     returns = None if end is None else (end, nccl.cookie(NcclCall.LAUNCH, number, 0))
-    return Library(
-        "nccl", elf.build_id(), version, rank_at, layout, cookies, needs, returns, (*problems, *unfit)
-    )
+    shown = None if save is None or not layout else (save, detail.cookie(number, layout))
+    told = (*problems, *unfit)
+    return Library("nccl", elf.build_id(), version, rank_at, layout, cookies, needs, returns, told, shown)
 
 
-def _graph_cookies(file: MappedFile, elf: Elf, number: int, layout: Layout) -> dict[int, int]:
+def _graph_cookies(places: Mapping[str, int], number: int, layout: Layout) -> dict[int, int]:
     """The places that tell of CUDA graphs: both, or none where the library is stripped."""
-    functions = elf.cpp_functions([nccl.CAPTURE, nccl.REPLAY])
-    places, _ = _places(file, elf, functions)
     if len(places) < 2:
         return {}
     capture = NcclCall.CAPTURE_ON_STACK if layout.graph_on_stack else NcclCall.CAPTURE

@@ -93,6 +93,18 @@ OPS = _schema(
         "origin": STR,
     }
 )
+OP_DETAILS = _schema(
+    {
+        "node": STR,
+        "pid": I64,
+        "comm_id": STR,
+        "seq": U64,
+        "channel": I32,
+        "algorithm": STR,
+        "protocol": STR,
+        "bytes": U64,
+    }
+)
 QPS = _schema(
     {
         "node": STR,
@@ -240,6 +252,7 @@ TABLES: dict[str, pl.Schema] = {
     "comms": COMMS,
     "channels": CHANNELS,
     "ops": OPS,
+    "op_details": OP_DETAILS,
     "qps": QPS,
     "samples": SAMPLES,
     "port_samples": PORT_SAMPLES,
@@ -249,7 +262,7 @@ TABLES: dict[str, pl.Schema] = {
 }
 REQUIRED = ("nodes", "nics", "ops", "comms", "qps", "samples")
 # Written as parts while the recording runs; the others are small and rewritten whole when they change.
-STREAMED = ("ops", "samples", "port_samples", "events", "port_counters", "clocks")
+STREAMED = ("ops", "op_details", "samples", "port_samples", "events", "port_counters", "clocks")
 
 # ncclDataType_t: name and size, by its number in nccl.h.
 NCCL_DTYPES: tuple[tuple[str, int], ...] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,9 +14,9 @@ from types import FrameType
 import polars as pl
 from rich.console import Console
 
-from pulse_bpf import clock, privileges
+from pulse_bpf import check_policy, clock, privileges
 from pulse_bpf.attach import Program
-from pulse_bpf.errors import OK, PARTIAL, AttachError, HostError, NoNcclError, PulseError, UsageError
+from pulse_bpf.errors import OK, PARTIAL, AttachError, EndedError, HostError, NoNcclError, UsageError
 from pulse_bpf.hosts import Device, Host
 from pulse_bpf.nic import Tables, Tap
 from pulse_bpf.nic.identity import read_nics
@@ -27,7 +27,7 @@ from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.probes import BPF_DIRECTORY
 from pulse_bpf.schema import NICS, NODES, conform
 from pulse_bpf.store import RecordingWriter
-from pulse_bpf.watch import Watch
+from pulse_bpf.watch import Selection, Watch
 
 POLL_S = 0.1
 # With SETTLE_S below, what happened a second ago is on the disk.
@@ -53,17 +53,28 @@ class Outcome:
 
 
 def record(
-    hosts: Sequence[Host], seconds: float | None, output: Path, bin_ns: int, wait: bool, console: Console
+    hosts: Sequence[Host],
+    seconds: float | None,
+    output: Path,
+    bin_ns: int,
+    wait: bool,
+    detail: bool,
+    console: Console,
 ) -> Outcome:
     """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process named.
 
-    `wait` records also when there is no process with an NCCL yet.
+    `wait` records also when there is no process with an NCCL yet, `detail` also how NCCL carries out each operator.
     The processes are only read from, and everything attached is detached before this returns or raises.
     HostError, AttachError and UsageError when nothing can be recorded; what fails for a part is a warning.
     """
+    pids = check_policy.pid_namespace(Path("/"))
+    if pids.state == "fail":
+        raise HostError(
+            f"the pid namespace is {pids.found}", "no process could be told from another", pids.advice
+        )
     writer = RecordingWriter(output)
     with _stop_on_signals() as stop, ExitStack() as cleanup:
-        recording = Recording(hosts, bin_ns, wait, writer, cleanup)
+        recording = Recording(hosts, bin_ns, wait, detail, writer, cleanup)
         privileges.drop()
         recording.run(seconds, stop, console)
         return recording.outcome
@@ -73,19 +84,26 @@ class Recording:
     """The parts of a running recording; `cleanup` takes every one of them off again."""
 
     def __init__(
-        self, hosts: Sequence[Host], bin_ns: int, wait: bool, writer: RecordingWriter, cleanup: ExitStack
+        self,
+        hosts: Sequence[Host],
+        bin_ns: int,
+        wait: bool,
+        detail: bool,
+        writer: RecordingWriter,
+        cleanup: ExitStack,
     ) -> None:
         self.outcome = Outcome()
         self._writer = writer
         self._nodes = [host.node for host in hosts]
         # One offset for the whole recording keeps every bin on one phase; `clocks` lets a reader redo it.
-        offset_ns = clock.anchor().offset_ns
-        self._probes = ProbeSet(offset_ns)
+        self._offset_ns = clock.anchor().offset_ns
+        self._probes = ProbeSet(self._offset_ns, detail)
         cleanup.callback(self._probes.close)
         self._watches = [(host, Watch(host.selection)) for host in hosts]
         self._wait = wait
+        self._notices: list[str] = []
         self._attach_first()
-        self._attached_ns = self._read_ns = time.time_ns()
+        self._attached_ns = self._read_ns = self._now_ns()
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
@@ -95,7 +113,7 @@ class Recording:
         if taps:
             program = Program(BPF_DIRECTORY / "roce.c", {"BIN_NS": bin_ns})
             cleanup.callback(program.close)
-            self._reader = PacketReader(taps, program, self._qps, bin_ns, offset_ns)
+            self._reader = PacketReader(taps, program, self._qps, bin_ns, self._offset_ns)
             cleanup.callback(self._reader.stop)
             self._reader.start()
 
@@ -106,6 +124,8 @@ class Recording:
         console.print(
             f"processes attached: {self._probes.running}; Ctrl-C ends the recording", highlight=False
         )
+        for notice in self._notices:
+            console.print(notice, markup=False, highlight=False, soft_wrap=True)
         shown = self._warn_since(0, console)
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
@@ -125,7 +145,7 @@ class Recording:
                 self._store([self._read_calls(settled_ns), self._reader.read() if self._reader else {}])
                 status.update(self._progress(rotated - started))
                 if self._is_over():
-                    self.outcome.warnings.append("every recorded process ended, and the recording with them")
+                    self._warn(["every recorded process ended, and the recording with them"])
                 shown = self._warn_since(shown, console)
                 if self._is_over():
                     break
@@ -137,32 +157,36 @@ class Recording:
 
     def _attach_first(self) -> None:
         """Attaches to what is there; raises what is wrong when that is nothing, unless it may come later."""
-        failures: list[AttachError] = []
-        for host, watch in self._watches:
-            named = set(host.selection.pids)
-            for pid in watch.changed():
-                try:
-                    self.outcome.warnings.extend(self._probes.add(pid, host.node))
-                except AttachError as error:
-                    if pid in named or not isinstance(error, NoNcclError):
-                        failures.append(error)
+        failures = self._attach()
         if not self._probes.running and not self._wait:
-            nothing = AttachError(
-                "no process that can be read maps an NCCL", "", "Run as root, with the job running"
-            )
-            raise failures[0] if failures else nothing
-        self.outcome.warnings.extend(str(error) for error in failures)
+            raise failures[0] if failures else _nothing(self._watches[0][0].selection)
+        self._warn(str(error) for error in failures if not isinstance(error, NoNcclError))
+        self._notices += [
+            f"{error.what}, and is watched" for error in failures if isinstance(error, NoNcclError)
+        ]
 
     def _attach_new(self) -> None:
+        try:
+            self._warn(str(error) for error in self._attach())
+        except HostError as error:
+            self._warn([str(error)])
+
+    def _attach(self) -> list[AttachError]:
+        """Adds what is new, and says what of it cannot be recorded: processes that were named, or that use NCCL."""
+        failures: list[AttachError] = []
         for host, watch in self._watches:
             for pid in watch.changed():
                 try:
-                    problems = self._probes.add(pid, host.node)
-                except NoNcclError:
-                    continue
-                except PulseError as error:
-                    problems = [str(error)]
-                self.outcome.warnings += [text for text in problems if text not in self.outcome.warnings]
+                    self._warn(self._probes.add(pid, host.node))
+                except (NoNcclError, EndedError) as error:
+                    if pid in host.selection.pids:
+                        failures.append(error)
+                except AttachError as error:
+                    failures.append(error)
+        return failures
+
+    def _warn(self, texts: Iterable[str]) -> None:
+        self.outcome.warnings += [text for text in texts if text not in self.outcome.warnings]
 
     def _is_over(self) -> bool:
         by_name = all(host.selection.pids for host, _ in self._watches)
@@ -197,27 +221,25 @@ class Recording:
                         Tap(host.node, row["nic"], row["port"], netdev, device.side, tuple(row["gids"]))
                     )
         if not taps:
-            self.outcome.warnings.append(
-                "no RDMA port with a network interface was found, so there are no byte counts"
-            )
+            self._warn(["no RDMA port with a network interface was found, so there are no byte counts"])
         return pl.concat(frames), taps
 
     def _open_netlink(self) -> Nldev | None:
         try:
             return Nldev()
         except HostError as error:
-            self.outcome.warnings.append(str(error))
+            self._warn([str(error)])
             return None
 
     def _observe_queue_pairs(self) -> None:
         self._qps.observe_uprobe(self._probes.qp_events())
         if self._rdma:
             listed = self._rdma.queue_pairs()
-            self._qps.observe_netlink(listed, time.time_ns())
+            self._qps.observe_netlink(listed, self._now_ns())
             self._queue_pair_pids = frozenset(listed["pid"].drop_nulls())
 
     def _read_calls(self, until_ns: int | None) -> Tables:
-        now_ns = time.time_ns()
+        now_ns = self._now_ns()
         self._read_ns = now_ns if until_ns is None else now_ns - int(SETTLE_S * 1e9)
         return self._probes.read(until_ns)
 
@@ -263,12 +285,27 @@ class Recording:
         self.outcome.lost += packets["lost"][0]
         return pl.concat([calls, packets])
 
+    def _now_ns(self) -> int:
+        """Wall clock as the recording has it: a step of this host's clock under way changes nothing."""
+        return time.monotonic_ns() + self._offset_ns
+
     def _progress(self, elapsed_s: float) -> str:
         rows = self.outcome.rows
         return (
             f"{elapsed_s:.0f} s  {rows.get('ops', 0)} operators  {rows.get('samples', 0)} samples  "
             f"{self.outcome.lost} lost"
         )
+
+
+def _nothing(selection: Selection) -> AttachError:
+    """Why a recording cannot begin: nothing that was asked for uses NCCL."""
+    whose = ""
+    if selection.job:
+        whose = f" of job {selection.job}"
+    elif selection.container:
+        whose = f" of container {selection.container}"
+    what = f"no process{whose} that can be read maps an NCCL"
+    return AttachError(what, "", "Run as root, with the job running, or with --wait; --all records every one")
 
 
 def _node_rows(nodes: Sequence[str]) -> pl.DataFrame:

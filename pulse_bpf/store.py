@@ -33,6 +33,7 @@ class RecordingWriter:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.created_ns = time.time_ns()
+        self._created_mono_ns = time.monotonic_ns()
         self._parts: dict[str, int] = {}
         self._current: dict[str, pl.DataFrame] = {}
         with _explained(root):
@@ -62,7 +63,7 @@ class RecordingWriter:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "created_ns": self.created_ns,
-            "duration_ns": time.time_ns() - self.created_ns,
+            "duration_ns": time.monotonic_ns() - self._created_mono_ns,
             "tool": {"name": "pulse", "version": __version__},
             "sources": sources,
             "redactions": ["payload", "command lines"],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pulse_bpf.elf import Elf
-from pulse_bpf.errors import AttachError, NotPermittedError
+from pulse_bpf.errors import AttachError, EndedError, NotPermittedError
 
 PROC = Path("/proc")
 # What makes a file an NCCL, whatever it is called.
@@ -58,11 +58,13 @@ class Process:
     """A process at one moment; `start_ticks` tells it from a later one with the same pid.
 
     `job` is Slurm's job id or else the uid of the Kubernetes pod; `container` the id of the innermost container.
-    `filtered`: one of its threads has a seccomp filter, or seccomp's strict mode.
+    `image` changes when it executes another program. `filtered`: one of its threads has a seccomp filter, or seccomp's
+    strict mode.
     """
 
     pid: int
     start_ticks: int
+    image: tuple[str, ...]
     exe: str
     container: str | None
     job: str | None
@@ -74,7 +76,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
     directory = proc / str(pid)
     try:
         leader = int(_THREAD_GROUP.findall((directory / "status").read_text())[0])
-        start_ticks = _start_ticks(directory)
+        fields = stat_fields(directory)
         exe = _read_link(directory / "exe")
         filtered = _is_filtered(directory)
     except OSError as error:
@@ -83,7 +85,14 @@ def read_process(pid: int, proc: Path = PROC) -> Process:
         raise AttachError(f"{pid} is no process", f"it is a thread of process {leader}")
     containers, jobs = containers_of(pid, proc), jobs_of(pid, proc)
     return Process(
-        pid, start_ticks, exe, containers[-1] if containers else None, jobs[0] if jobs else None, filtered
+        pid,
+        int(fields[19]),
+        # From the third field of proc(5) on: where the program and its stack were loaded to.
+        tuple(fields[23:26]),
+        exe,
+        containers[-1] if containers else None,
+        jobs[0] if jobs else None,
+        filtered,
     )
 
 
@@ -255,5 +264,5 @@ def _unreadable(pid: int, error: OSError) -> AttachError:
             what, "not permitted", "It needs root with CAP_SYS_PTRACE, in the host's namespaces"
         )
     if isinstance(error, (FileNotFoundError, ProcessLookupError)):
-        return AttachError(what, "it has ended, or never was")
+        return EndedError(what, "it has ended, or never was")
     return AttachError(what, error.strerror or str(error))

@@ -38,12 +38,12 @@ class Target:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
         self.pid = process.pid
-        assert self._line() == "ready"
+        assert self.answer() == "ready"
 
     def act(self, command: str = "") -> str:
         """Lets it act once; what it says when it is done."""
         self.begin(command)
-        return self._line()
+        return self.answer()
 
     def begin(self, command: str) -> None:
         """Lets it act, without waiting until it is done."""
@@ -57,7 +57,8 @@ class Target:
         self._process.stdin.close()
         return self._process.wait(30)
 
-    def _line(self) -> str:
+    def answer(self) -> str:
+        """What it says next."""
         assert self._process.stdout is not None
         return self._process.stdout.readline().rstrip()
 
@@ -80,9 +81,9 @@ def calling(library: Path, loops: int, threads: int = 2, **environment: str) -> 
 
 
 @contextmanager
-def probing() -> Iterator[ProbeSet]:
+def probing(detail: bool = False) -> Iterator[ProbeSet]:
     """An empty set of probes, closed at the end."""
-    probes = ProbeSet(time.time_ns() - time.monotonic_ns())
+    probes = ProbeSet(time.time_ns() - time.monotonic_ns(), detail)
     try:
         yield probes
     finally:

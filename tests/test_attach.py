@@ -13,13 +13,14 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from live import TARGETS, calling, entry_bytes, probing, real_nccl, running
+from live import TARGETS, calling, compiled, entry_bytes, probing, real_nccl, running
 
 from pulse_bpf.attach import Program
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import AttachError, HostError
 from pulse_bpf.probes import BPF_DIRECTORY, nccl
 from pulse_bpf.probes.events import NCCL_EVENT
+from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 from pulse_bpf.watch import Selection, Watch
 
 LOOPS = 300
@@ -94,6 +95,23 @@ def test_only_processes_that_were_added_are_recorded(library: Path) -> None:
         one.act()
         other.act()
         assert set(probes.read()["ops"]["pid"]) == {one.pid, other.pid}
+
+
+@pytest.mark.bcc
+def test_adding_a_process_again_misses_none_of_its_calls(library: Path, tmp_path: Path) -> None:
+    with Elf(library) as elf:
+        code = {name: elf.code(function) for name, function in elf.functions(ACCESSORS).items()}
+        rank_at = rank_offset(code, elf.machine)
+    caller = [compiled("nccl_loop.c", tmp_path, "-ldl"), library, str(rank_at), "ncclAllReduce"]
+    with running(caller) as target, probing() as probes:
+        probes.add(target.pid, "node1")
+        target.begin("200000 0")
+        recorded = 0
+        for _ in range(30):
+            probes.add(target.pid, "node1")
+            recorded += probes.read()["ops"].height
+        called = int(target.answer().split()[0])
+        assert recorded + probes.read()["ops"].height + probes.lost == called
 
 
 @pytest.mark.bcc
@@ -217,7 +235,7 @@ def test_a_full_ring_is_counted(library: Path) -> None:
             with Elf(library) as elf:
                 found = elf.functions(nccl.PROBES)
             places = {place.offset: nccl.cookie(nccl.PROBES[name], 0, 0) for name, place in found.items()}
-            assert program.attach_uprobes(library, places, "on_entry") == {}
+            assert program.attach_uprobes(library, places, "on_entry").refused == {}
             calls = len(json.loads(target.act()))
             first = ring.read()
             assert 0 < len(first) < calls
@@ -310,11 +328,12 @@ def test_the_version_that_programs_call_is_the_one_probed(tmp_path: Path) -> Non
 def test_a_place_that_is_no_code_is_refused(tmp_path: Path) -> None:
     program = Program(BPF_DIRECTORY / "check.c", {"TGID": os.getpid()})
     try:
-        refused = program.attach_uprobes(tmp_path / "missing", {0: 0}, "on_call")
+        refused = program.attach_uprobes(tmp_path / "missing", {0: 0}, "on_call").refused
         assert "No such file" in str(refused[0])
         empty = tmp_path / "empty"
         empty.write_bytes(b"")
-        refused = program.attach_uprobes(empty, {0x1000: 0, 0x2000: 0}, "on_call", {0x1000: 0x2000})
+        places = {0x1000: 0, 0x2000: 0}
+        refused = program.attach_uprobes(empty, places, "on_call", {0x1000: 0x2000}).refused
         assert "Invalid argument" in str(refused[0x2000])
         assert refused[0x1000] is refused[0x2000]
     finally:

@@ -43,7 +43,8 @@ def test_probes_that_come_and_go_cost_no_call(cycles: int, tmp_path: Path) -> No
             ring = program.ring("events", NCCL_EVENT)
             program.set_hash("watched", (target.pid << 32).to_bytes(8, "little"), b"\1")
             for _ in range(cycles):
-                assert program.attach_uprobes(library, probed.cookies, "on_entry", probed.needs) == {}
+                attached = program.attach_uprobes(library, probed.cookies, "on_entry", probed.needs)
+                assert attached.refused == {}
                 assert probed.returns
                 program.attach_session(library, *probed.returns, "on_group_end")
                 wait_for_call(ring)

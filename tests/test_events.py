@@ -32,7 +32,12 @@ def printed(directory: Path, prologue: str, expressions: list[str]) -> list[int]
 
 
 @pytest.mark.parametrize(
-    ("struct", "dtype"), [("nccl_event", events.NCCL_EVENT), ("qp_event", events.QP_EVENT)]
+    ("struct", "dtype"),
+    [
+        ("nccl_event", events.NCCL_EVENT),
+        ("proxy_event", events.PROXY_EVENT),
+        ("qp_event", events.QP_EVENT),
+    ],
 )
 def test_a_record_has_one_layout_in_both_languages(
     tmp_path: Path, struct: str, dtype: np.dtype[np.void]

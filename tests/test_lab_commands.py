@@ -16,6 +16,7 @@ from pulse_bpf.hosts import Device, Host, read_hosts
 from pulse_bpf.lab import job, network
 from pulse_bpf.lab.faults import FAULTS
 from pulse_bpf.lab.scenario import SCENARIOS, Plan
+from pulse_bpf.watch import Selection
 
 PULSE = [sys.executable, "-m", "pulse_bpf", "lab"]
 
@@ -52,8 +53,8 @@ def test_the_hosts_file_is_what_record_reads(tmp_path: Path) -> None:
     file = tmp_path / "hosts.json"
     file.write_text(json.dumps(job.hosts_entries([11, 12])))
     assert read_hosts(file) == [
-        Host("host1", (11,), (Device("plr1", "plp1", "switch"),)),
-        Host("host2", (12,), (Device("plr2", "plp2", "switch"),)),
+        Host("host1", Selection((11,)), (Device("plr1", "plp1", "switch"),)),
+        Host("host2", Selection((12,)), (Device("plr2", "plp2", "switch"),)),
     ]
 
 

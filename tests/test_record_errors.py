@@ -178,3 +178,18 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path, caller: subprocess.
     assert result.returncode == USAGE
     assert "no RDMA device mlx5_9" in _one_line(result)
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.bcc
+def test_another_pid_namespace_is_refused(tmp_path: Path, sleeper: int) -> None:
+    prefix = ("unshare", "-pf", "--mount-proc")
+    result = _pulse("record", "--all", "-d", 1, "-o", tmp_path / "r", prefix=prefix)
+    assert result.returncode == HOST
+    assert "not the host's" in _one_line(result)
+
+
+@pytest.mark.bcc
+def test_a_job_that_is_not_here_is_named(tmp_path: Path, caller: subprocess.Popen[str]) -> None:
+    result = _pulse("record", "--job", "4243", "-d", 1, "-o", tmp_path / "r")
+    assert result.returncode == NO_DATA
+    assert "no process of job 4243" in _one_line(result)

@@ -82,6 +82,7 @@ def test_what_came_with_a_release(release: str) -> None:
     assert layout.graph_on_stack == has_been(release, "2.26")
     assert ("PAT" in layout.algorithms) == has_been(release, "2.23")
     assert ("coll" in layout.proxy_op.names) == has_been(release, "2.20")
+    assert ("channel_bytes" in layout.proxy_op.names) == has_been(release, "2.24")
     assert layout.plan_comm_at == (0x10 if has_been(release, "2.20") else 0x20)
 
 

@@ -141,14 +141,18 @@ def test_a_thread_is_no_process(proc: FakeProc) -> None:
         targets.read_process(8, proc.root)
 
 
+# The fields that the made stat has there.
+IMAGE = ("26", "27", "28")
+
+
 def test_a_process_is_read_whatever_it_is_called(proc: FakeProc) -> None:
     directory = proc.add(7, name="a) S 1 (b")
     container = "0123456789abcdef" * 4
     (directory / "cgroup").write_text(f"0::/slurm/uid_1000/job_4711/step_0/docker-{container}.scope\n")
     process = targets.read_process(7, proc.root)
-    assert process == targets.Process(7, 22, "/usr/bin/python3", container, "4711", False)
+    assert process == targets.Process(7, 22, IMAGE, "/usr/bin/python3", container, "4711", False)
     assert targets.is_alive(process, proc.root)
-    later = targets.Process(7, 23, "/usr/bin/python3", None, None, False)
+    later = targets.Process(7, 23, IMAGE, "/usr/bin/python3", None, None, False)
     assert not targets.is_alive(later, proc.root)
 
 

@@ -63,7 +63,8 @@ struct comm_identity {
  * `nccl_seq` is the library's own number of the call's function, all ones where unknown, `file` is which
  * probed file it is in. The kinds that are no operators use the fields so:
  * - COMM_INIT, _INIT_ALL, _SPLIT, _GROW: `stream` is where the caller gets the new communicators, `count` how
- *   many, `comm_ptr` and `identity` are the communicator they are made from, if any
+ *   many, `comm_ptr` and `identity` are the communicator they are made from, if any; `dtype` is of how many
+ * ranks they shall be, 0 where the call does not say
  * - LAUNCH: the outermost end of `group` returned
  * - CAPTURE, REPLAY: `stream` is the plan of a CUDA graph's launch, `comm_ptr` its communicator
  */
@@ -79,6 +80,17 @@ struct nccl_event {
     s32 peer;
     u32 file;
     u8 unused[4];
+};
+
+/* What NCCL gives its proxy to do for one operator on one channel; `op` is the beginning of struct
+ * ncclProxyOp. */
+#define PROXY_OP_BYTES 96
+struct proxy_event {
+    struct event_header header;
+    u64 comm_ptr;
+    u32 file;
+    u8 unused[4];
+    u8 op[PROXY_OP_BYTES];
 };
 
 /* One call that changes a queue pair. `mask` says which of the attributes are given (enum ibv_qp_attr_mask).

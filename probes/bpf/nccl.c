@@ -17,11 +17,17 @@
 #define COOKIE_RANK_OFFSET(cookie) (((cookie) >> 16) & 0xffffff)
 #define COOKIE_LAST_OFFSET(cookie) ((cookie) >> 40)
 
-/* Depth of nested groups of one thread, and how many outermost groups it has begun. */
+/* Depth of nested groups of one thread, how many outermost groups it has begun, and when the latest of them.
+ */
 struct group_state {
     u32 depth;
     u32 begun;
+    u64 begun_ns;
 };
+/* A group that is open for longer was left without its end: by a thread that ended in it, by executing
+ * another program. Between start and end calls are only noted down.
+ */
+#define LONGEST_GROUP_NS 60000000000ULL
 BPF_TABLE("lru_hash", u32, struct group_state, groups, 65536);
 
 /* The arguments of a call. */
@@ -90,16 +96,24 @@ static __always_inline void read_identity(struct nccl_event *event, u64 cookie) 
                             (void *)(event->comm_ptr + COOKIE_RANK_OFFSET(cookie) - 8));
 }
 
+static __always_inline bool is_open(struct group_state *state) {
+    return state && state->depth && bpf_ktime_get_ns() - state->begun_ns < LONGEST_GROUP_NS;
+}
+
 static __always_inline void group_start(u32 tid) {
-    struct group_state first = {.depth = 1, .begun = 1};
+    struct group_state first = {.depth = 1, .begun = 1, .begun_ns = bpf_ktime_get_ns()};
     struct group_state *state = groups.lookup(&tid);
     if (!state) {
         groups.update(&tid, &first);
         return;
     }
-    if (!state->depth)
-        state->begun++;
-    state->depth++;
+    if (is_open(state)) {
+        state->depth++;
+        return;
+    }
+    state->begun++;
+    state->begun_ns = first.begun_ns;
+    state->depth = 1;
 }
 
 /* An end without a start belongs to a group that was open when the probes came. */
@@ -161,12 +175,15 @@ static __always_inline void fill_creation(struct nccl_event *event, struct pt_re
     event->count = 1;
     if (call == NCCL_COMM_INIT || call == NCCL_COMM_INIT_ALL) {
         event->stream = in.first;
+        event->dtype = in.second;
         if (call == NCCL_COMM_INIT_ALL)
             event->count = (u32)in.second;
         return;
     }
     event->comm_ptr = in.first;
     event->stream = call == NCCL_COMM_GROW ? in.fifth : in.fourth;
+    if (call == NCCL_COMM_GROW)
+        event->dtype = in.second;
 }
 
 static __always_inline void fill_plan(struct nccl_event *event, struct pt_regs *ctx, u8 call, u64 cookie) {
@@ -195,7 +212,7 @@ int on_entry(struct pt_regs *ctx) {
         return 0;
     if (call <= NCCL_RECV) {
         struct group_state *state = groups.lookup(&tid);
-        if (state && state->depth)
+        if (is_open(state))
             event->group = group_name(tid, state);
         fill_operator(event, ctx, call);
         int index = seq_index(call);

@@ -89,11 +89,14 @@ def create(library: NcclLibrary, kept: list[object]) -> list[dict[str, object]]:
     for name, (count, with_parent) in CREATIONS.items():
         if name not in library.calls:
             continue
+        nranks = count if name == "CommInitAll" else NRANKS
         made = [
-            library.communicator(rank=index, nranks=NRANKS, comm_hash=0xC0DE0000 + len(log), gpu=index)
+            library.communicator(
+                rank=index, nranks=nranks, comm_hash=0xC0DE0000 + len(log), gpu=1 if with_parent else index
+            )
             for index in range(count)
         ]
-        numbers = {"nranks": count if name == "CommInitAll" else NRANKS, "rank": 0, "color": 3, "key": 4}
+        numbers = {"nranks": nranks, "rank": 0, "color": 3, "key": 4}
         variable = library.create(name, made, parent if with_parent else None, **numbers)
         kept += [parent, made, variable]
         log.append(
