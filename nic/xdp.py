@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from pulse_bpf.errors import HostError
@@ -15,7 +15,7 @@ class XdpProgram(Protocol):
     """A BPF object whose functions can be attached to interfaces."""
 
     def attach_xdp(self, function: str, ifindex: int, flags: int) -> int: ...
-    def detach(self, link: int) -> None: ...
+    def detach(self, links: Iterable[int]) -> None: ...
 
 
 class XdpLinks:
