@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_bpf.nic.capture import Frames, I64Array, load
+from pulse_bpf.nic.captured import Frames, I64Array, load
 
 GRE = 47
 _TYPES_1_AND_2, _TYPE_3 = 0x88BE, 0x22EB

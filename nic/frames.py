@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pulse_bpf.nic.capture import Frames, I64Array, U8Array, load
+from pulse_bpf.nic.captured import Frames, I64Array, U8Array, load
 from pulse_bpf.nic.erspan import GRE, MirrorClocks, unwrap
 
 BoolArray = NDArray[np.bool_]

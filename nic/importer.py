@@ -8,7 +8,7 @@ import numpy as np
 import polars as pl
 
 from pulse_bpf.nic import Source, Tables
-from pulse_bpf.nic.capture import MAX_INTERFACES, Frames
+from pulse_bpf.nic.captured import MAX_INTERFACES, Frames
 from pulse_bpf.nic.flows import ELSEWHERE, NO_ROOM, FlowTable
 from pulse_bpf.nic.frames import (
     ACK,

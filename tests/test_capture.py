@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pulse_bpf.errors import DataError, HostError
 from pulse_bpf.nic import capture
+from pulse_bpf.nic import pcap as pcap_records
 from pulse_bpf.nic.capture import Capture
 
 Rows = list[tuple[int, bytes, int, int, int]]
@@ -68,11 +69,15 @@ frame_lists = st.lists(
 orders = st.sampled_from("<>")
 
 
-@pytest.fixture(params=[64, 1 << 16])
+@pytest.fixture(
+    params=[(64, pcap_records.LONG_RECORD_BYTES), (64, 0), (1 << 16, pcap_records.LONG_RECORD_BYTES)]
+)
 def block_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks so small that records cross their ends, and as they are."""
-    monkeypatch.setattr(capture, "FIRST_BLOCK_BYTES", request.param)
-    monkeypatch.setattr(capture, "BLOCK_BYTES", 64 * request.param)
+    """Blocks so small that records cross their ends, and as they are; records that count as short, or as long."""
+    size, long = request.param
+    monkeypatch.setattr(capture, "FIRST_BLOCK_BYTES", size)
+    monkeypatch.setattr(capture, "BLOCK_BYTES", 64 * size)
+    monkeypatch.setattr(pcap_records, "LONG_RECORD_BYTES", long)
 
 
 @pytest.mark.usefixtures("block_bytes")
