@@ -45,14 +45,24 @@ class Reader(Protocol):
     @property
     def source(self) -> Source: ...
 
+    @property
+    def notes(self) -> list[str]:
+        """What is worth telling the user once; grows while it runs."""
+
     def start(self) -> None:
         """Begin to count; HostError when this host cannot."""
+
+    def drain(self) -> None:
+        """Take what would overflow, cheaply; never fails."""
 
     def read(self) -> Tables:
         """What has been counted since the last call, by table name, each in its schema of the recording."""
 
     def stop(self) -> Tables:
         """End counting, leave nothing armed, and return the rest. May be called more than once."""
+
+    def period_ns(self) -> tuple[int, int] | None:
+        """The time between readings as measured, median and 99th percentile; None for what does not read by time."""
 
     def coverage(self) -> pl.DataFrame:
         """The `coverage` rows so far: what was seen from when to when, and how many events were lost."""

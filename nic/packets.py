@@ -104,6 +104,7 @@ class PacketReader:
         self._drained: list[NDArray[np.void]] = []
         self._held: pl.DataFrame | None = None
         self._foreign_packets = 0
+        self.notes: list[str] = []
         self._first_ns = self._last_ns = 0
         self._running = False
 
@@ -165,6 +166,9 @@ class PacketReader:
         self.drain()
         self._drained.append(self._open_bins())
         return self._tables(self._take(), self._last_ns)
+
+    def period_ns(self) -> None:
+        """None: a bin is as wide as it says."""
 
     def coverage(self) -> pl.DataFrame:
         """One row per tap and direction, from start to the last read.

@@ -93,6 +93,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NIC=NETDEV[:switch]",
         help="record only this RDMA device, seen at NETDEV (repeatable); ':switch' for the far end of its cable",
     )
+    cards = record.add_argument_group("more of the cards, each at a price")
+    cards.add_argument(
+        "--bind-counters", action="store_true", help="bytes per queue pair as the device counts them"
+    )
+    cards.add_argument("--diag", action="store_true", help="the card's own samples; taints the kernel")
+    cards.add_argument("--diag-ids", type=Path, metavar="FILE", help="which counters to sample (JSON)")
+    cards.add_argument("--diag-period-us", type=int, default=100, help="how often (default: 100)")
+    cards.add_argument("--diag-force", action="store_true", help="take them from another user")
     record.set_defaults(func=_record)
 
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
@@ -102,9 +110,11 @@ def _parser() -> argparse.ArgumentParser:
     analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
     analyze.set_defaults(func=_analyze)
 
-    from pulse_bpf.lab.cli import add_commands
+    from pulse_bpf import nic_cli
+    from pulse_bpf.lab import cli as lab_cli
 
-    add_commands(verbs)
+    nic_cli.add_commands(verbs)
+    lab_cli.add_commands(verbs)
     return parser
 
 
@@ -155,10 +165,20 @@ def _record(arguments: argparse.Namespace) -> int:
         hosts = [this_host(_selection(arguments), arguments.tap)]
 
     from pulse_bpf.session import record
+    from pulse_bpf.sources import Wanted
 
-    bin_ns = arguments.bin_us * 1000
+    if arguments.diag_period_us < 1:
+        raise UsageError("--diag-period-us must be at least 1")
+    wanted = Wanted(
+        bin_ns=arguments.bin_us * 1000,
+        bind_counters=arguments.bind_counters,
+        diag=arguments.diag,
+        diag_ids=arguments.diag_ids,
+        diag_period_ns=arguments.diag_period_us * 1000,
+        diag_force=arguments.diag_force,
+    )
     outcome = record(
-        hosts, arguments.seconds, arguments.output, bin_ns, arguments.wait, arguments.detail, _notices
+        hosts, arguments.seconds, arguments.output, wanted, arguments.wait, arguments.detail, _notices
     )
     _notices.print(
         f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -15,17 +15,15 @@ import polars as pl
 from rich.console import Console
 
 from pulse_bpf import check_policy, clock, privileges
-from pulse_bpf.attach import Program
 from pulse_bpf.errors import OK, PARTIAL, AttachError, EndedError, HostError, NoNcclError, UsageError
 from pulse_bpf.hosts import Device, Host
-from pulse_bpf.nic import Tables, Tap
+from pulse_bpf.nic import Tables, Tap, qpc
 from pulse_bpf.nic.identity import read_nics
 from pulse_bpf.nic.nldev import Nldev
-from pulse_bpf.nic.packets import PacketReader
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.probe_set import ProbeSet
-from pulse_bpf.probes import BPF_DIRECTORY
-from pulse_bpf.schema import NICS, NODES, conform
+from pulse_bpf.schema import NICS, NODES, STR, U32, conform
+from pulse_bpf.sources import Sources, Wanted
 from pulse_bpf.store import RecordingWriter
 from pulse_bpf.watch import Selection, Watch
 
@@ -56,7 +54,7 @@ def record(
     hosts: Sequence[Host],
     seconds: float | None,
     output: Path,
-    bin_ns: int,
+    wanted: Wanted,
     wait: bool,
     detail: bool,
     console: Console,
@@ -74,7 +72,7 @@ def record(
         )
     writer = RecordingWriter(output)
     with _stop_on_signals() as stop, ExitStack() as cleanup:
-        recording = Recording(hosts, bin_ns, wait, detail, writer, cleanup)
+        recording = Recording(hosts, wanted, wait, detail, writer, cleanup)
         privileges.drop()
         recording.run(seconds, stop, console)
         return recording.outcome
@@ -86,7 +84,7 @@ class Recording:
     def __init__(
         self,
         hosts: Sequence[Host],
-        bin_ns: int,
+        wanted: Wanted,
         wait: bool,
         detail: bool,
         writer: RecordingWriter,
@@ -108,14 +106,10 @@ class Recording:
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
         self._queue_pair_pids: frozenset[int] | None = None
+        self._asked = pl.DataFrame(schema={"nic": STR, "qpn": U32, "peer_qpn": U32})
+        self._tells_contexts = True
+        self._sources = Sources(taps, self._nics, self._qps, wanted, self._offset_ns, cleanup)
         self._observe_queue_pairs()
-        self._reader: PacketReader | None = None
-        if taps:
-            program = Program(BPF_DIRECTORY / "roce.c", {"BIN_NS": bin_ns})
-            cleanup.callback(program.close)
-            self._reader = PacketReader(taps, program, self._qps, bin_ns, self._offset_ns)
-            cleanup.callback(self._reader.stop)
-            self._reader.start()
 
     def run(self, seconds: float | None, stop: list[int], console: Console) -> None:
         """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all named are gone."""
@@ -124,15 +118,13 @@ class Recording:
         console.print(
             f"processes attached: {self._probes.running}; Ctrl-C ends the recording", highlight=False
         )
-        for notice in self._notices:
-            console.print(notice, markup=False, highlight=False, soft_wrap=True)
+        self._tell(console)
         shown = self._warn_since(0, console)
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
                 self._probes.drain()
-                if self._reader:
-                    self._reader.drain()
+                self._sources.drain()
                 if time.monotonic() - watched >= WATCH_S:
                     watched = time.monotonic()
                     self._attach_new()
@@ -142,17 +134,18 @@ class Recording:
                 rotated = time.monotonic()
                 self._observe_queue_pairs()
                 settled_ns = time.monotonic_ns() - int(SETTLE_S * 1e9)
-                self._store([self._read_calls(settled_ns), self._reader.read() if self._reader else {}])
+                self._store([self._read_calls(settled_ns), *self._sources.read()])
                 status.update(self._progress(rotated - started))
                 if self._is_over():
                     self._warn(["every recorded process ended, and the recording with them"])
+                self._tell(console)
                 shown = self._warn_since(shown, console)
                 if self._is_over():
                     break
         self.outcome.seconds = time.monotonic() - started
         self._observe_queue_pairs()
         self._probes.look_closer(self._queue_pair_pids)
-        self._store([self._read_calls(None), self._reader.stop() if self._reader else {}])
+        self._store([self._read_calls(None), *self._sources.stop()])
         self._writer.close()
 
     def _attach_first(self) -> None:
@@ -191,6 +184,12 @@ class Recording:
     def _is_over(self) -> bool:
         by_name = all(host.selection.pids for host, _ in self._watches)
         return by_name and not self._wait and not self._probes.running
+
+    def _tell(self, console: Console) -> None:
+        """Prints what is worth knowing and no fault."""
+        for notice in [*self._notices, *self._sources.take_notices()]:
+            console.print(notice, markup=False, highlight=False, soft_wrap=True)
+        self._notices.clear()
 
     def _warn_since(self, shown: int, console: Console) -> int:
         """Prints the warnings behind the first `shown`; how many there are."""
@@ -235,8 +234,24 @@ class Recording:
         self._qps.observe_uprobe(self._probes.qp_events())
         if self._rdma:
             listed = self._rdma.queue_pairs()
-            self._qps.observe_netlink(listed, self._now_ns())
+            now_ns = self._now_ns()
+            self._qps.observe_netlink(self._with_contexts(self._rdma, listed), now_ns)
+            self._sources.follow(listed)
             self._queue_pair_pids = frozenset(listed["pid"].drop_nulls())
+
+    def _with_contexts(self, rdma: Nldev, listed: pl.DataFrame) -> pl.DataFrame:
+        """`listed` with what the device itself knows of each queue pair: asked once, as it costs a firmware command."""
+        key = ("nic", "qpn", "peer_qpn")
+        new = listed.drop_nulls("peer_qpn").join(self._asked, on=key, how="anti")
+        if self._tells_contexts and new.height:
+            try:
+                contexts = qpc.decode(rdma.raw_contexts(new), listed)
+                listed = qpc.with_contexts(listed, contexts)
+            except HostError as error:
+                self._tells_contexts = False
+                self._notices.append(str(error))
+            self._asked = pl.concat([self._asked, new.select(key)])
+        return listed
 
     def _read_calls(self, until_ns: int | None) -> Tables:
         now_ns = self._now_ns()
@@ -256,12 +271,11 @@ class Recording:
         self._writer.replace("nics", self._nics)
         self._writer.replace("qps", self._qps.frame())
         self._writer.replace("coverage", self._coverage())
-        sources = [asdict(self._reader.source)] if self._reader else []
         self._writer.manifest(
-            sources,
+            self._sources.manifest(),
             {
                 "probes": self._probes.summary(),
-                "packets": self._reader.counters() if self._reader else {},
+                "packets": self._sources.packet_counters(),
                 "lost": self.outcome.lost,
                 "warnings": self.outcome.warnings,
             },
@@ -278,12 +292,10 @@ class Recording:
         )
         calls = pl.concat([conform(nodes, "coverage"), self._probes.coverage(self._read_ns)])
         self.outcome.lost = lost
-        if not self._reader:
-            return calls
-        packets = self._reader.coverage()
-        # Every row carries the loss of the whole reader.
-        self.outcome.lost += packets["lost"][0]
-        return pl.concat([calls, packets])
+        cards = self._sources.coverage()
+        # Every row may carry the loss of the whole reader.
+        self.outcome.lost += int(cards.group_by("source").agg(pl.col("lost").max())["lost"].sum())
+        return pl.concat([calls, cards])
 
     def _now_ns(self) -> int:
         """Wall clock as the recording has it: a step of this host's clock under way changes nothing."""
