@@ -28,7 +28,11 @@ BoolArray = NDArray[np.bool_]
 
 ROCE_UDP_PORT = 4791
 # What a frame can begin with: name, offset of the EtherType, offset of what it announces.
-LINK_TYPES = {1: ("Ethernet", 12, 14), 113: ("Linux cooked", 14, 16), 276: ("Linux cooked, version 2", 0, 20)}
+LINK_TYPES = {
+    1: ("Ethernet", 12, 14),
+    113: ("Linux cooked (SLL)", 14, 16),
+    276: ("Linux cooked (SLL2)", 0, 20),
+}
 _COOKED_2, _COOKED_2_INTERFACE = 276, 4
 _MAX_VLAN_TAGS, _MAX_EXTENSIONS = 2, 6
 _HOP_BY_HOP, _UDP, _ROUTING, _FRAGMENT, _AUTHENTICATION, _OPTIONS = 0, 17, 43, 44, 51, 60

@@ -68,7 +68,7 @@ class Pcap:
         """Where the record at `at` ends, None when not in this block; and that it is a frame. Damage if it is none."""
         if at + self._record.size > end:
             return None, False
-        _, fraction, captured, _ = self._record.unpack_from(block, at)
+        _, fraction, captured, _ = self._record.unpack_from(block.data, at)
         if captured > MAX_RECORD_BYTES or fraction >= self._fractions:
             raise Damage("a record there has an impossible length or time")
         ends = at + self._record.size + captured
