@@ -150,7 +150,9 @@ class CommReader:
         return comms.with_columns(**columns), pl.DataFrame(channels, CHANNELS, orient="row")
 
     def _follow(self, memory: BinaryIO, creation: _Creation) -> tuple[object, ...] | None:
-        library = self._libraries[creation.file]
+        library = self._libraries.get(creation.file)
+        if library is None:  # it was let go meanwhile
+            return None
         pointer = read_pointer(memory, creation.address)
         identity = read_identity(memory, pointer, library.rank_at) if pointer and library.rank_at else None
         if not identity or not creation.may_have_made(identity):
@@ -160,7 +162,8 @@ class CommReader:
 
     def _place(self, comm: Mapping[str, Any]) -> None:
         key = _key(comm)
-        layout = self._libraries[comm["file"]].layout
+        library = self._libraries.get(comm["file"])
+        layout = library.layout if library else None
         attempts = self._attempts.get(key, 0)
         if not layout or attempts >= _MOST_ATTEMPTS:
             return

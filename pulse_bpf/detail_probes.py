@@ -55,9 +55,13 @@ class DetailProbes:
             self._links[number] = attachment.links
 
     def detach(self, number: int) -> None:
-        """Takes the probe off file `number`, whose number may come back as another file's."""
-        if self._program and self._layouts.pop(number, None):
-            self._program.detach(self._links.pop(number))
+        """Takes the probe off file `number`."""
+        if self._program:
+            self._program.detach(self._links.pop(number, ()))
+
+    def release(self, number: int) -> None:
+        """Forgets file `number`, of which everything was read: the number may come back as another file's."""
+        self._layouts.pop(number, None)
 
     def shows(self, number: int) -> bool:
         """Whether file `number` shows detail."""

@@ -58,6 +58,8 @@ class ProbeSet:
         self._drained: list[NDArray[np.void]] = []
         self._watched: list[Watched] = []
         self._current: dict[int, Watched] = {}
+        # Those that ended, and may have left calls that are not decoded yet.
+        self._ending: list[Watched] = []
         self._lost_before_close: int | None = None
 
     def add(self, pid: int, node: str) -> list[str]:
@@ -132,6 +134,8 @@ class ProbeSet:
         tables = {"ops": ops.with_columns(numbers)}
         if self._wants_detail:
             tables["op_details"] = self._files.detail.read(ops, events[due], until_ns or _NEVER_NS)
+        self._finish_ends()
+        self._files.release(until_ns or _NEVER_NS)
         return tables
 
     def qp_events(self) -> pl.DataFrame:
@@ -140,7 +144,8 @@ class ProbeSet:
 
     def state(self) -> Tables:
         """All of `comms`, `channels`, `processes` and `libraries` as known by now."""
-        self._note_ends()
+        self.drain()
+        self._finish_ends()
         processes = [
             {
                 "node": watched.node,
@@ -269,8 +274,17 @@ class ProbeSet:
         watched.gone_ns = self._now_ns()
         del self._current[pid]
         self._files.let_go(pid)
-        self._decoder.end_process(pid, watched.gone_ns)
-        self._files.detail.end_process(pid)
+        self._ending.append(watched)
+
+    def _finish_ends(self) -> None:
+        """Ends what ended processes had, once everything that they called is decoded."""
+        waiting = np.concatenate([np.empty(0, np.uint32), *(events["tgid"] for events in self._drained)])
+        for watched in list(self._ending):
+            pid = watched.process.pid
+            if pid not in waiting and watched.gone_ns is not None:
+                self._decoder.end_process(pid, watched.gone_ns)
+                self._files.detail.end_process(pid)
+                self._ending.remove(watched)
 
 
 def _library_row(watched: Watched, probed: ProbedFile) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +87,8 @@ class ProbedFiles:
         self._rings: dict[Kind, Ring] = {}
         self._files: dict[_Identity, ProbedFile] = {}
         self._uninteresting: set[tuple[object, ...]] = set()
+        # Numbers whose files were let go, and when (CLOCK_MONOTONIC).
+        self._retired: dict[int, int] = {}
 
     def probe(self, file: MappedFile) -> ProbedFile | None:
         """Probes whatever `file` defines, once; None when that is nothing of interest.
@@ -156,6 +159,12 @@ class ProbedFiles:
             if not probed.mapped_by or probed in overwritten:
                 self._retire(identity)
         return overwritten
+
+    def release(self, until_ns: int) -> None:
+        """Gives back the numbers of files let go before `until_ns` (CLOCK_MONOTONIC), up to which all has been read."""
+        for number in [number for number, retired_ns in self._retired.items() if retired_ns < until_ns]:
+            del self._retired[number], self.libraries[number]
+            self.detail.release(number)
 
     def decide_returns(self, filtered: Collection[int]) -> None:
         """Looks at returns in the files that no recorded process with a seccomp filter maps, and in no other.
@@ -236,7 +245,7 @@ class ProbedFiles:
             self._programs[probed.library.kind].detach(links)
         probed.session = None
         self.detail.detach(probed.number)
-        del self.libraries[probed.number]
+        self._retired[probed.number] = time.monotonic_ns()
 
 
 def _signature(file: MappedFile) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import polars as pl
@@ -152,6 +153,25 @@ def test_a_process_that_ends_is_noted_with_its_communicators(library: Path) -> N
         assert state["processes"]["gone_ns"].null_count() == 0
         assert state["comms"]["gone_ns"].null_count() == 0
         assert probes.state()["processes"].equals(state["processes"])
+
+
+@pytest.mark.bcc
+def test_the_last_calls_of_a_process_are_read_after_its_end_was_seen(library: Path) -> None:
+    with calling(library, 3) as target, probing() as probes:
+        probes.add(target.pid, "node1")
+        before_ns = time.monotonic_ns()
+        calls = len(json.loads(target.act()))
+        assert target.end() == 0
+        probes.drain()
+        assert probes.read(before_ns)["ops"].is_empty()
+        ops = probes.read()["ops"]
+        assert ops.height == calls
+        for (_,), calls_of_one in ops.group_by("comm_ptr"):
+            assert calls_of_one["seq"].to_list() == list(range(calls_of_one.height))
+        comms = probes.state()["comms"]
+        assert comms.height == comms["comm_ptr"].n_unique()
+        assert (comms["gone_ns"] >= comms["first_seen_ns"]).all()
+        assert comms["gone_ns"].null_count() == 0
 
 
 @pytest.mark.bcc

@@ -97,7 +97,7 @@ def test_more_files_than_a_recording_has_numbers_for_are_refused_by_name(
         with pytest.raises(AttachError, match=r"other\.so: 1 other files are probed already"):
             probes.add(two.pid, "node1")
         assert one.end() == 0
-        probes.state()
+        probes.read()
         # The end of one makes room for the other.
         probes.add(two.pid, "node1")
         assert len(said(two.act("call 1"))) == probes.read()["ops"].height
