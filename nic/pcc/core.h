@@ -96,7 +96,7 @@ struct pcc_response {
     uint32_t first;   /* position of the first epoch in here */
     uint32_t epochs;  /* how many are in here */
     uint32_t waiting; /* how many more this round has */
-    uint32_t last_ns; /* timestamp of the latest event */
+    uint32_t last_ns; /* timestamp of the latest TX event */
     uint32_t cumulative;
     struct pcc_counters counters;
     struct pcc_epoch epoch[];

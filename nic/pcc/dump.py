@@ -16,6 +16,7 @@ from pulse_bpf.nic.pcc.events import (
     FRAME_MAGIC,
     MAGIC,
     RESPONSE,
+    TX,
     epoch_tables,
     extend_ns,
 )
@@ -68,7 +69,7 @@ class _Worker:
     round_ns: int
     ended_round: bool = True
     is_placeable: bool = True
-    events: int = 0
+    sent: int = 0
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0))
 
 
@@ -110,7 +111,7 @@ class DumpDecoder:
                 break
             body = bytes(buffer[start + FRAME.itemsize : end])
             (answer,) = np.frombuffer(body, RESPONSE, 1)
-            if not self._is_whole(answer, size):
+            if not self._is_whole(answer, size) or frame["wall_ns"] >= 2**62:
                 start = self._skip(buffer, start)
                 continue
             start = end
@@ -163,12 +164,12 @@ class DumpDecoder:
             self._missed_epochs += len(records)
             records = records[:0]
 
-        events = int(answer["events"].sum(dtype=np.uint64))
-        if events != worker.events:
+        sent = int(answer["events"][TX])
+        if sent != worker.sent:  # else the latest timestamp is of long ago
             expected_ns = 0 if self.clock.offset_ns is None else wall_ns - self.clock.offset_ns
             self.clock.observe(wall_ns, int(extend_ns(answer["last_ns"], expected_ns)))
         counters = {name: int(answer[name]) for name in COUNTED}
         shed = counters["overloaded"] - worker.counters["overloaded"]
-        worker.events, worker.counters = events, counters
+        worker.sent, worker.counters = sent, counters
         self.last_wall_ns = max(self.last_wall_ns, wall_ns)
         return records, shed
