@@ -4,15 +4,15 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test long accuracy setup clean
+.PHONY: demo test long accuracy setup setup-tests clean
 
 demo: setup
 	$(PYTHON) scripts/demo.py
 
-test: setup
+test: setup-tests
 	$(PYTHON) -m pytest -m "not long"
 
-long: setup
+long: setup-tests
 	$(PYTHON) -m pytest -m long
 
 # The demo's verdict over 10 faulty and 10 healthy runs.
@@ -21,6 +21,9 @@ accuracy: setup
 
 setup:
 	scripts/setup.sh $(VENV)
+
+setup-tests:
+	scripts/setup.sh $(VENV) tests
 
 clean:
 	rm -rf $(VENV) .typecheck build *.egg-info

@@ -1,5 +1,6 @@
 #!/bin/sh
-# setup.sh VENV: installs the distribution's packages that are missing, and the rest into VENV from PyPI.
+# setup.sh VENV [tests]: installs the distribution's packages that are missing, and the rest into VENV from PyPI;
+# with "tests" also the compilers that only tests use.
 # Does nothing, quickly, when everything is there.
 set -eu
 venv=$1
@@ -9,6 +10,7 @@ cd "$(dirname "$0")/.."
 # --system-site-packages below. qemu and kmod boot the lab where this kernel has no soft-RoCE.
 packages="python3 python3-venv python3-bpfcc python3-pyverbs rdma-core ibverbs-providers libibverbs-dev
 gcc libc6-dev iproute2 kmod qemu-system-x86 xz-utils"
+[ "${2:-}" = tests ] && packages="$packages g++ lld gcc-riscv64-linux-gnu libc6-dev-riscv64-cross qemu-user"
 [ "$(uname -m)" = x86_64 ] || packages=$(echo "$packages" | sed 's/qemu-system-x86/qemu-system-arm/')
 
 missing=
