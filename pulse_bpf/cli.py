@@ -101,6 +101,13 @@ def _parser() -> argparse.ArgumentParser:
     cards.add_argument("--diag-ids", type=Path, metavar="FILE", help="which counters to sample (JSON)")
     cards.add_argument("--diag-period-us", type=int, default=100, help="how often (default: 100)")
     cards.add_argument("--diag-force", action="store_true", help="take them from another user")
+    cards.add_argument(
+        "--pcc",
+        action="append",
+        default=[],
+        metavar="NIC=FILE",
+        help="what the observer on a BlueField-3 counts, as its relay writes it (repeatable)",
+    )
     record.set_defaults(func=_record)
 
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
@@ -176,6 +183,7 @@ def _record(arguments: argparse.Namespace) -> int:
         diag_ids=arguments.diag_ids,
         diag_period_ns=arguments.diag_period_us * 1000,
         diag_force=arguments.diag_force,
+        pcc=dict(map(_pcc, arguments.pcc)),
     )
     outcome = record(
         hosts, arguments.seconds, arguments.output, wanted, arguments.wait, arguments.detail, _notices
@@ -188,6 +196,13 @@ def _record(arguments: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     return outcome.exit_status
+
+
+def _pcc(text: str) -> tuple[str, Path]:
+    nic, separator, path = text.partition("=")
+    if not (nic and separator and path):
+        raise UsageError(f"--pcc {text} is not NIC=FILE")
+    return nic, Path(path)
 
 
 def _selection(arguments: argparse.Namespace) -> Selection:

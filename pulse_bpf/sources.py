@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.attach import Program
-from pulse_bpf.errors import HostError
+from pulse_bpf.errors import HostError, UsageError
 from pulse_bpf.nic import Reader, Tables, Tap, diag, fwctl, verbs_info
 from pulse_bpf.nic.clocks import phc_anchor
 from pulse_bpf.nic.counters import CounterReader
@@ -21,6 +22,7 @@ from pulse_bpf.nic.ethtool import EthtoolReader
 from pulse_bpf.nic.fwctl import FwctlReader
 from pulse_bpf.nic.fwctl_device import find_device
 from pulse_bpf.nic.packets import PacketReader
+from pulse_bpf.nic.pcc.reader import PccReader
 from pulse_bpf.nic.qp_counters import QpCounterReader
 from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.probes import BPF_DIRECTORY
@@ -33,7 +35,8 @@ class Wanted:
 
     `bind_counters` also counts bytes per queue pair on the device, which changes the queue pairs a little. `diag` also
     has the card sample its own counters every `diag_period_ns`, those in the file `diag_ids` or else the public ones;
-    `diag_force` takes it from another user.
+    `diag_force` takes it from another user. `pcc` has, per device, where the relay of nic/pcc writes what its card
+    counted.
     """
 
     bin_ns: int
@@ -42,6 +45,7 @@ class Wanted:
     diag_ids: Path | None
     diag_period_ns: int
     diag_force: bool
+    pcc: Mapping[str, Path]
 
 
 class Sources:
@@ -83,6 +87,9 @@ class Sources:
             self._told[TAINT] = False
             for node, nic in nics.select("node", "nic").unique(maintain_order=True).iter_rows():
                 self._open_diag(node, nic, wanted, wall_offset_ns, cleanup)
+
+        for nic, path in wanted.pcc.items():
+            self._open_pcc(nic, path, qps, cleanup)
 
     def follow(self, listed: pl.DataFrame) -> None:
         """Counts the queue pairs `listed` (Nldev.queue_pairs), if they are to be counted on the device."""
@@ -132,6 +139,21 @@ class Sources:
             return False
         self._readers.append(reader)
         return True
+
+    def _open_pcc(self, nic: str, path: Path, qps: QpTable, cleanup: ExitStack) -> None:
+        nodes = self._nics.filter(pl.col("nic") == nic)["node"]
+        if nodes.is_empty():
+            raise UsageError(
+                f"--pcc {nic}={path}", f"there is no RDMA device {nic}", "See with: pulse nic list"
+            )
+        try:
+            # A pipe that nobody writes to yet would keep a plain open waiting, and then look as if it had ended.
+            mode = os.O_RDWR if path.is_fifo() else os.O_RDONLY
+            stream = os.fdopen(os.open(path, mode | os.O_NONBLOCK), "rb", buffering=0)
+        except OSError as error:
+            raise UsageError(f"cannot read what {nic} counted from {path}", error.strerror or "") from error
+        cleanup.enter_context(stream)
+        self._open(PccReader(stream, "dump", nodes[0], nic, qps), cleanup)
 
     def _open_diag(
         self, node: str, nic: str, wanted: Wanted, wall_offset_ns: int, cleanup: ExitStack

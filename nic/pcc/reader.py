@@ -65,6 +65,7 @@ class PccReader:
         self._first_ns = self._last_ns = 0
         self._running = False
         self.ended = False
+        self.notes: list[str] = []
 
     @property
     def source(self) -> Source:
@@ -83,7 +84,11 @@ class PccReader:
         """Takes what is there without waiting, READ_BYTES at most; sets `ended` at the end of the stream."""
         descriptor, end = self._stream.fileno(), len(self._buffer) + READ_BYTES
         while not self.ended and len(self._buffer) < end and select.select([descriptor], [], [], 0)[0]:
-            data = os.read(descriptor, 2**20)
+            try:
+                data = os.read(descriptor, 2**20)
+            except OSError as error:
+                data = b""
+                self.notes.append(f"the {self._form} of {self._nic} broke off: {error.strerror}")
             self.ended = not data
             self._buffer += data
 
@@ -103,6 +108,9 @@ class PccReader:
             return {}
         self._running = False
         return self.read()
+
+    def period_ns(self) -> None:
+        """None: a bin is as wide as it says."""
 
     def coverage(self) -> pl.DataFrame:
         """One row per port that has sent. `lost` counts what the card had no memory for (TX events, or bins of them)
