@@ -105,7 +105,7 @@ class Bench:
 
     def unaccounted(self) -> tuple[int, int, int]:
         """Packets that went past the meter, those lost and counted as such, and those that are nowhere."""
-        _, sets = self.meter.read_percpu_hash("open_bins", np.dtype("<u4"), SET)
+        _, sets = self.meter.read_percpu("open_bins", np.dtype("<u4"), SET)
         found = self._found_packets + int(sets["bins"]["counts"]["packets"].sum())
         passed, lost = (self.meter.percpu_sum("totals", total) for total in (COUNTED, LOST_PACKETS))
         return passed, lost, passed - lost - found

@@ -63,7 +63,7 @@ class Meter(XdpProgram, Protocol):
     def load_tc(self, function: str) -> int: ...
     def ring(self, name: str, dtype: np.dtype[np.void]) -> Any: ...
     def percpu_sum(self, name: str, index: int) -> int: ...
-    def read_percpu_hash(
+    def read_percpu(
         self, name: str, key_dtype: np.dtype[Any], value_dtype: np.dtype[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]: ...
 
@@ -224,7 +224,7 @@ class PacketReader:
         self._sending = pl.DataFrame(sending, schema=_PORTS, orient="row")
 
     def _open_bins(self) -> NDArray[np.void]:
-        _, sets = self._program.read_percpu_hash("open_bins", np.dtype("<u4"), SET)
+        _, sets = self._program.read_percpu("open_bins", np.dtype("<u4"), SET)
         bins: NDArray[np.void] = sets["bins"].reshape(-1)
         return bins[bins["counts"]["packets"] > 0]
 

@@ -177,10 +177,10 @@ class Program:
         """Removes `key` from the hash `name`, if it is there."""
         self._bcc.lib.bpf_delete_elem(self.table_fd(name), key)
 
-    def read_percpu_hash(
+    def read_percpu(
         self, name: str, key_dtype: np.dtype[Any], value_dtype: np.dtype[Any]
     ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """All of the per-CPU hash `name`: keys [n] and values [n, possible CPUs]. Meant for when it rests."""
+        """All of the per-CPU hash or array `name`: keys [n] and values [n, possible CPUs]. Meant for when it rests."""
         lib, fd = self._bcc.lib, self.table_fd(name)
         keys: list[bytes] = []
         values = []

@@ -97,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     cards.add_argument(
         "--bind-counters", action="store_true", help="bytes per queue pair as the device counts them"
     )
+    cards.add_argument(
+        "--xdp", action="store_true", help="count incoming packets at XDP; some drivers pause for it"
+    )
     cards.add_argument("--diag", action="store_true", help="the card's own samples; taints the kernel")
     cards.add_argument("--diag-ids", type=Path, metavar="FILE", help="which counters to sample (JSON)")
     cards.add_argument("--diag-period-us", type=int, default=100, help="how often (default: 100)")
@@ -178,6 +181,7 @@ def _record(arguments: argparse.Namespace) -> int:
         raise UsageError("--diag-period-us must be at least 1")
     wanted = Wanted(
         bin_ns=arguments.bin_us * 1000,
+        xdp=arguments.xdp,
         bind_counters=arguments.bind_counters,
         diag=arguments.diag,
         diag_ids=arguments.diag_ids,

@@ -33,13 +33,14 @@ from pulse_bpf.schema import CLOCKS, COVERAGE
 class Wanted:
     """What to read of the cards: always packets, in bins of `bin_ns`, and the port counters that the system keeps.
 
-    `bind_counters` also counts bytes per queue pair on the device, which changes the queue pairs a little. `diag` also
-    has the card sample its own counters every `diag_period_ns`, those in the file `diag_ids` or else the public ones;
-    `diag_force` takes it from another user. `pcc` has, per device, where the relay of nic/pcc writes what its card
-    counted.
+    With `xdp` incoming packets are counted before the host's stack, where an interface takes that. `bind_counters` also
+    counts bytes per queue pair on the device, which changes the queue pairs a little. `diag` has the card sample
+    counters of its own every `diag_period_ns`, those in the file `diag_ids` or else the public ones; `diag_force` takes it from
+    another user. `pcc` has, per device, where the relay of nic/pcc writes what its card counted.
     """
 
     bin_ns: int
+    xdp: bool
     bind_counters: bool
     diag: bool
     diag_ids: Path | None
@@ -72,7 +73,7 @@ class Sources:
         if taps:
             program = Program(BPF_DIRECTORY / "roce.c", {"BIN_NS": wanted.bin_ns})
             cleanup.callback(program.close)
-            self._packets = PacketReader(taps, program, qps, wanted.bin_ns, wall_offset_ns)
+            self._packets = PacketReader(taps, program, qps, wanted.bin_ns, wall_offset_ns, wanted.xdp)
             cleanup.callback(self._packets.stop)
             self._packets.start()
             self._readers.append(self._packets)

@@ -56,7 +56,7 @@ class Meter:
 
     def flows(self) -> Counts:
         """What closed since the last call, and all that is open."""
-        _, sets = self.program.read_percpu_hash("open_bins", np.dtype("<u4"), SET)
+        _, sets = self.program.read_percpu("open_bins", np.dtype("<u4"), SET)
         bins = np.concatenate([self._ring.read(), sets["bins"].reshape(-1)])
         flows: Counts = {}
         for flow, counts in zip(bins["flow"].tolist(), bins["counts"].tolist(), strict=True):

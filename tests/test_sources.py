@@ -18,7 +18,7 @@ from pulse_bpf.nic.qps import QpTable
 from pulse_bpf.schema import COVERAGE, NICS
 from pulse_bpf.sources import Sources, Wanted
 
-PLAIN = Wanted(1_000_000, False, False, None, 100_000, False, {})
+PLAIN = Wanted(1_000_000, False, False, False, None, 100_000, False, {})
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_a_host_without_a_card_has_no_source() -> None:
 
 @pytest.mark.root
 def test_what_is_not_there_is_said_once_and_what_is_there_is_read(veth: str) -> None:
-    wanted = Wanted(1_000_000, True, True, None, 100_000, False, {})
+    wanted = Wanted(1_000_000, False, True, True, None, 100_000, False, {})
     with ExitStack() as cleanup:
         sources = Sources([], nics(veth), QpTable(nics(veth)), wanted, 0, cleanup)
         told = sources.take_notices()
