@@ -33,10 +33,10 @@ from pulse_bpf.schema import CLOCKS, COVERAGE
 class Wanted:
     """What to read of the cards: always packets, in bins of `bin_ns`, and the port counters that the system keeps.
 
-    With `xdp` incoming packets are counted before the host's stack, where an interface takes that. `bind_counters` also
-    counts bytes per queue pair on the device, which changes the queue pairs a little. `diag` has the card sample
-    counters of its own every `diag_period_ns`, those in the file `diag_ids` or else the public ones; `diag_force` takes it from
-    another user. `pcc` has, per device, where the relay of nic/pcc writes what its card counted.
+    With `xdp` incoming packets are counted before the host's stack, where an interface takes that. `bind_counters`
+    also counts bytes per queue pair on the device, which changes the queue pairs a little. `diag` has the card sample
+    counters of its own every `diag_period_ns`, those in the file `diag_ids` or else the public ones; `diag_force`
+    takes it from another user. `pcc` has, per device, where the relay of nic/pcc writes what its card counted.
     """
 
     bin_ns: int

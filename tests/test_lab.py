@@ -171,6 +171,13 @@ def test_a_slow_nic_is_named(runs: dict[str, Run]) -> None:
     )
 
 
+def test_the_ports_own_counters_are_recorded(runs: dict[str, Run]) -> None:
+    counters = runs["healthy"].table("port_counters").filter(source="sysfs", counter="sent_pkts")
+    grown = counters.group_by("node").agg(pl.col("value").max() - pl.col("value").min())
+    assert grown.height == HOSTS
+    assert grown["value"].min() > 0
+
+
 @pytest.mark.parametrize("name", ["loss", "kill"])
 def test_no_healthy_host_is_accused(runs: dict[str, Run], name: str) -> None:
     (fault,) = runs[name].truth["faults"]
