@@ -65,7 +65,7 @@ class CaptureImporter:
         self._ends_ns: list[int] = []
         self._current = 0
         self._spans: list[tuple[int, int]] = []
-        self._lost_packets = self._elsewhere_packets = 0
+        self._lost_packets = self._elsewhere_packets = self._late_packets = 0
 
     @property
     def source(self) -> Source:
@@ -108,7 +108,8 @@ class CaptureImporter:
     def _coverage(self) -> pl.DataFrame:
         """A `coverage` row for each time that captures span and each port that sent or received in any of them.
 
-        Every row's `lost` is that of all captures: frames their machines dropped, and packets of too many flows.
+        Every row's `lost` is that of all captures: frames their machines dropped, packets of too many flows,
+        and those of flows that another capture showed first, after that had ended.
         """
         spans: list[tuple[int, int]] = []
         for first_ns, last_ns in sorted(self._spans):
@@ -123,7 +124,8 @@ class CaptureImporter:
         )
         times = pl.DataFrame(spans, schema=["first_ns", "last_ns"], orient="row")
         rows = ports.join(times, how="cross").with_columns(
-            source=pl.lit(SOURCE_NAME), lost=pl.lit(self._lost_packets + self._dropped_frames)
+            source=pl.lit(SOURCE_NAME),
+            lost=pl.lit(self._lost_packets + self._late_packets + self._dropped_frames),
         )
         return conform(rows, "coverage").sort(*port, "direction", "first_ns")
 
@@ -150,6 +152,7 @@ class CaptureImporter:
             "packets": totals["counted"] - self._lost_packets - self._elsewhere_packets,
             "lost_packets": self._lost_packets,
             "elsewhere_packets": self._elsewhere_packets,
+            "late_packets": self._late_packets,
             "dropped_frames": self._dropped_frames,
             **{f"{kind.replace(' ', '_')}_frames": n for kind, n in totals.items() if kind != "counted"},
         }
@@ -162,7 +165,12 @@ class CaptureImporter:
     def _count(self, packets: Packets) -> None:
         number = self._flows.number(packets)
         self._lost_packets += int((number == NO_ROOM).sum())
-        self._elsewhere_packets += int((number == ELSEWHERE).sum())
+        elsewhere = number == ELSEWHERE
+        self._elsewhere_packets += int(elsewhere.sum())
+        others_ns = [end_ns for place, end_ns in enumerate(self._ends_ns) if place != self._current]
+        if others_ns:
+            # Nobody else can have counted them.
+            self._late_packets += int((elsewhere & (packets.t_ns > max(others_ns) + SLACK_NS)).sum())
         if not (number >= 0).all():
             packets, number = packets.where(number >= 0), number[number >= 0]
         opcode = packets.opcode

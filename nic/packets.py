@@ -105,6 +105,8 @@ class PacketReader:
         self._held: pl.DataFrame | None = None
         self._foreign_packets = 0
         self.notes: list[str] = []
+        self._netdevs: dict[str, int] = {}
+        self._vanished_ns: dict[str, int] = {}
         self._first_ns = self._last_ns = 0
         self._running = False
 
@@ -118,7 +120,7 @@ class PacketReader:
 
     def start(self) -> None:
         """Begins to count; HostError, with nothing left attached, when an interface is missing or refuses."""
-        netdevs = _indexes(tap.netdev for tap in self._taps)
+        netdevs = self._netdevs = _indexes(tap.netdev for tap in self._taps)
         ingress, egress = self._program.load_tc("roce_ingress"), self._program.load_tc("roce_egress")
         self._ring = self._program.ring("closed_bins", BIN)
         try:
@@ -151,6 +153,7 @@ class PacketReader:
         now_ns = self._now_ns()
         self.drain()
         tables = self._tables(self._take(), now_ns - HOLD_NS)
+        self._note_vanished()
         self._last_ns = now_ns
         return tables
 
@@ -158,6 +161,7 @@ class PacketReader:
         """Detaches, and returns all that is left, bins that were still open and held counts included."""
         if self._running:
             # Before the filters go one by one: until here all of them were there.
+            self._note_vanished()
             self._last_ns = self._now_ns()
         self._detach()
         if not self._running:
@@ -178,8 +182,9 @@ class PacketReader:
         """
         lost = self._program.percpu_sum("totals", LOST_PACKETS)
         rows = [
-            (tap.node, SOURCE_NAME, tap.nic, tap.port, direction, self._first_ns, self._last_ns, lost)
+            (tap.node, SOURCE_NAME, tap.nic, tap.port, direction, self._first_ns, last_ns, lost)
             for tap in self._taps
+            for last_ns in [self._vanished_ns.get(tap.netdev, self._last_ns)]
             for direction in ("rx", "tx")
         ]
         columns = ("node", "source", "nic", "port", "direction", "first_ns", "last_ns", "lost")
@@ -202,6 +207,13 @@ class PacketReader:
         if self._xdp:
             self._xdp.detach()
         self._filters.detach()
+
+    def _note_vanished(self) -> None:
+        """An interface that is gone, or came back as another, was seen until the read before."""
+        for netdev, index in self._netdevs.items():
+            if netdev not in self._vanished_ns and _index_of(netdev) != index:
+                self._vanished_ns[netdev] = self._last_ns
+                self.notes.append(f"{netdev} has gone, and its packets are not seen any more")
 
     def _now_ns(self) -> int:
         return time.clock_gettime_ns(time.CLOCK_MONOTONIC) + self._wall_offset_ns
@@ -331,3 +343,10 @@ def _indexes(netdevs: Iterable[str]) -> dict[str, int]:
                 f"there is no network interface {netdev}", next_step="List them: ip -br link"
             ) from error
     return found
+
+
+def _index_of(netdev: str) -> int | None:
+    try:
+        return socket.if_nametoindex(netdev)
+    except OSError:
+        return None

@@ -177,6 +177,8 @@ def _record(arguments: argparse.Namespace) -> int:
     from pulse_bpf.session import record
     from pulse_bpf.sources import Wanted
 
+    if not arguments.diag and (arguments.diag_ids or arguments.diag_force):
+        raise UsageError("--diag-ids and --diag-force go with --diag")
     if arguments.diag_period_us < 1:
         raise UsageError("--diag-period-us must be at least 1")
     wanted = Wanted(

@@ -72,7 +72,12 @@ def _qps(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(frame.to_dicts(), indent=1))
     else:
-        _show(nic_qps.render(frame) if frame.height else "There is no queue pair of a user process.")
+        none = (
+            "No queue pair is recorded."
+            if arguments.recordings
+            else "There is no queue pair of a user process."
+        )
+        _show(nic_qps.render(frame) if frame.height else none)
     if missing:
         print(f"pulse: {missing}", file=sys.stderr)
     return OK

@@ -64,6 +64,11 @@ def import_captures(
 
     counters = importer.counters()
     warnings += [f"{count} records skipped: {reason}" for reason, count in skipped.items()]
+    if counters["late_packets"]:
+        warnings.append(
+            f"{counters['late_packets']} packets came after the end of the capture that showed their flow first, "
+            "and are not counted: captures of one place must not overlap"
+        )
     if not counters["packets"]:
         warnings.append("no RoCEv2 packet (UDP port 4791) was found")
     for table, frame in importer.tables().items():
@@ -85,6 +90,10 @@ def import_captures(
 
 def _first_ns(path: Path) -> int:
     """When the first frame of a capture came; DataError when it has none that could hold RoCEv2."""
+    if path.exists() and not path.is_file():
+        raise DataError(
+            f"{path} is no file", "captures are read twice", "Save what comes through a pipe first"
+        )
     with Capture(path) as capture:
         frames = next(capture.blocks(), None)
         if frames is None:
@@ -105,7 +114,7 @@ def _report(
     others = ", ".join(
         f"{count} {name.removesuffix('_frames').replace('_', ' ')}"
         for name, count in counters.items()
-        if count and name not in ("frames", "packets")
+        if count and name not in ("frames", "packets", "late_packets")
     )
     console.print(
         f"imported {counters['packets']} RoCEv2 packets of {counters['frames']} frames into {output}: "

@@ -109,6 +109,7 @@ class Recording:
         self._asked = pl.DataFrame(schema={"nic": STR, "qpn": U32, "peer_qpn": U32})
         self._tells_contexts = True
         self._sources = Sources(taps, self._nics, self._qps, wanted, self._offset_ns, cleanup)
+        self._warn(self._sources.missing)
         self._observe_queue_pairs()
 
     def run(self, seconds: float | None, stop: list[int], console: Console) -> None:

@@ -17,7 +17,7 @@ from pulse_bpf.nic import Reader, Tables, Tap, diag, fwctl, verbs_info
 from pulse_bpf.nic.clocks import phc_anchor
 from pulse_bpf.nic.counters import CounterReader
 from pulse_bpf.nic.diag import DiagReader
-from pulse_bpf.nic.diag_samples import TAINT, read_ids
+from pulse_bpf.nic.diag_samples import TAINT, DataId, read_ids
 from pulse_bpf.nic.ethtool import EthtoolReader
 from pulse_bpf.nic.fwctl import FwctlReader
 from pulse_bpf.nic.fwctl_device import find_device
@@ -52,7 +52,8 @@ class Wanted:
 class Sources:
     """All readers of a recording's cards.
 
-    Of those that are not packets, one that this host lacks is no fault: take_notices says why, once.
+    One of the port counters that this host lacks is no fault: take_notices says why, once. What was asked for and is
+    not there is in `missing`.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Sources:
         cleanup: ExitStack,
     ) -> None:
         self._told: dict[str, bool] = {}
+        self.missing: list[str] = []
         self._readers: list[Reader] = []
         self._bound: QpCounterReader | None = None
         self._packets: PacketReader | None = None
@@ -77,17 +79,19 @@ class Sources:
             cleanup.callback(self._packets.stop)
             self._packets.start()
             self._readers.append(self._packets)
+        ids = read_ids(wanted.diag_ids) if wanted.diag_ids else None
         if nics.is_empty():
+            if wanted.bind_counters or wanted.diag:
+                self.missing.append("there is no RDMA device to count on")
             return
         self._open(CounterReader(nics, wall_offset_ns), cleanup)
         self._open(EthtoolReader(nics, wall_offset_ns), cleanup)
         if wanted.bind_counters:
             bound = QpCounterReader(nics, qps, wall_offset_ns)
-            self._bound = bound if self._open(bound, cleanup) else None
+            self._bound = bound if self._open(bound, cleanup, self.missing) else None
         if wanted.diag:
-            self._told[TAINT] = False
             for node, nic in nics.select("node", "nic").unique(maintain_order=True).iter_rows():
-                self._open_diag(node, nic, wanted, wall_offset_ns, cleanup)
+                self._open_diag(node, nic, wanted, ids, wall_offset_ns, cleanup)
 
         for nic, path in wanted.pcc.items():
             self._open_pcc(nic, path, qps, cleanup)
@@ -131,12 +135,16 @@ class Sources:
         self._told.update(dict.fromkeys(new, True))
         return new
 
-    def _open(self, reader: Reader, cleanup: ExitStack) -> bool:
+    def _open(self, reader: Reader, cleanup: ExitStack, missing: list[str] | None = None) -> bool:
+        """Whether a source could be started; why not is added to `missing`, or is a notice."""
         cleanup.callback(reader.stop)
         try:
             reader.start()
         except HostError as error:
-            self._told[str(error)] = False
+            if missing is None:
+                self._told[str(error)] = False
+            else:
+                missing.append(str(error))
             return False
         self._readers.append(reader)
         return True
@@ -154,28 +162,38 @@ class Sources:
         except OSError as error:
             raise UsageError(f"cannot read what {nic} counted from {path}", error.strerror or "") from error
         cleanup.enter_context(stream)
-        self._open(PccReader(stream, "dump", nodes[0], nic, qps), cleanup)
+        self._open(PccReader(stream, "dump", nodes[0], nic, qps), cleanup, self.missing)
 
     def _open_diag(
-        self, node: str, nic: str, wanted: Wanted, wall_offset_ns: int, cleanup: ExitStack
+        self,
+        node: str,
+        nic: str,
+        wanted: Wanted,
+        ids: tuple[DataId, ...] | None,
+        wall_offset_ns: int,
+        cleanup: ExitStack,
     ) -> None:
         """By the vendor's library, else by the kernel's interface below it; never by both."""
-        ids = read_ids(wanted.diag_ids) if wanted.diag_ids else None
         period_ns, force = wanted.diag_period_ns, wanted.diag_force
         by_library = DiagReader(
             node, nic, wall_offset_ns, ids or diag.PUBLIC_IDS, period_ns, force_ownership=force
         )
-        if self._open(by_library, cleanup):
+        why: list[str] = []
+        if self._open(by_library, cleanup, why):
+            self._told[TAINT] = False
             return
         try:
             device = find_device(nic)
         except HostError as error:
-            self._told[str(error)] = False
+            self.missing += [*why, str(error)]
             return
         by_kernel = FwctlReader(
             node, nic, wall_offset_ns, device, ids or fwctl.PUBLIC_IDS, period_ns, force_ownership=force
         )
-        self._open(by_kernel, cleanup)
+        if self._open(by_kernel, cleanup, why):
+            self._told[TAINT] = False
+        else:
+            self.missing += why
 
     def _clocks(self) -> pl.DataFrame:
         """Anchors of the cards' hardware clocks; a card without one is asked once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from capture_files import ERF, Frame, Interface, Pcapng, cooked_2, erspan_2, pcap
 from roce_frames import NAK, RNR, Packet
 
-from pulse_bpf.errors import NO_DATA, DataError, UsageError
+from pulse_bpf.errors import NO_DATA, PARTIAL, DataError, UsageError
 from pulse_bpf.nic import flows
 from pulse_bpf.nic.capture import BLOCK_BYTES, Capture
 from pulse_bpf.nic.importer import CaptureImporter
@@ -234,6 +235,25 @@ def test_what_is_captured_at_two_places_counts_once(tmp_path: Path, places: str)
     packets = manifest(tmp_path / "rec")["packets"]
     assert isinstance(packets, dict)
     assert packets["elsewhere_packets"] == len(CONVERSATION)
+
+
+def test_overlapping_parts_of_one_capture_are_not_taken_for_all_of_it(tmp_path: Path) -> None:
+    """They look like two places: what the second has beyond the end of the first is missed, and that is said."""
+    late = [Frame(frame.t_ns + 1_000_000_000, frame.data, 2000) for frame in CONVERSATION]
+    (tmp_path / "one").write_bytes(pcap(CONVERSATION))
+    (tmp_path / "two").write_bytes(pcap([*CONVERSATION[1:], *late]))
+    assert run(tmp_path / "one", tmp_path / "two", "-o", tmp_path / "rec", "--bin-us", "100") == PARTIAL
+    packets = manifest(tmp_path / "rec")["packets"]
+    assert isinstance(packets, dict)
+    assert packets["late_packets"] == len(late)
+    coverage = pl.read_parquet(tmp_path / "rec/coverage.parquet")
+    assert coverage["lost"].min() == len(late)
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="is no file"):
+        run(tmp_path / "pipe", "-o", tmp_path / "rec")
 
 
 def test_native_infiniband_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -545,3 +546,24 @@ def test_a_killed_reader_leaves_no_filter(
 def test_a_port_cannot_be_watched_twice() -> None:
     with pytest.raises(UsageError, match="two places"):
         PacketReader([tap("h1"), tap("p1", "switch")], None, QpTable(NIC), BIN_NS, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.bcc
+def test_an_interface_that_goes_is_covered_until_it_went(program: Program, cable: tuple[str, str]) -> None:
+    """A port that was not watched any more must not look silent."""
+    lasting, _ = cable
+    with IPRoute() as ipr:
+        ipr.link("add", ifname="pulsegone", kind="veth", peer={"ifname": "pulsegone1"})
+        taps = [tap(lasting), dataclasses.replace(tap("pulsegone"), nic="rxe2")]
+        reader = PacketReader(taps, program, known_qps(), BIN_NS, WALL_OFFSET_NS)
+        try:
+            reader.start()
+            reader.read()
+            ipr.link("del", ifname="pulsegone")
+            reader.read()
+            reader.read()
+            assert ["pulsegone has gone" in note for note in reader.notes] == [True]
+            last_ns = dict(reader.coverage().select("nic", "last_ns").iter_rows())
+            assert last_ns["rxe2"] < last_ns["rxe1"]
+        finally:
+            reader.stop()
