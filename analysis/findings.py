@@ -69,7 +69,11 @@ class Findings:
     missing: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
-        content: dict[str, Any] = {
+        return json.dumps(self.to_dict(), indent=1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the JSON."""
+        return {
             "format": FORMAT,
             "version": VERSION,
             "verdict": self.verdict,
@@ -78,4 +82,3 @@ class Findings:
             "groups": self.groups,
             "coverage": self.coverage | {"missing": self.missing},
         }
-        return json.dumps(content, indent=1)
