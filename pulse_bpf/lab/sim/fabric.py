@@ -215,8 +215,6 @@ def background_flow(
     # A node outside is as far away as one behind another leaf.
     far_ns = NIC_LATENCY_NS + 3 * SWITCH_LATENCY_NS
     flow["latency_ns"] = far_ns if outside in (src_nic, dst_nic) else latency_ns(path)
-        latency_ns(path) if outside not in (src_nic, dst_nic) else NIC_LATENCY_NS + 3 * SWITCH_LATENCY_NS
-    )
     connection = np.zeros(1, CONNECTION)
     connection["comm"] = connection["channel"] = NONE
     connection["src"] = connection["src_proxy"] = NONE if src_nic == outside else src_nic
