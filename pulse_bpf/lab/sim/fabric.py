@@ -97,7 +97,8 @@ class Fabric:
 
     def downlinks(self, leaf: int) -> Ints:
         """Links from spine 0, 1, ... to a leaf."""
-        return self.uplinks(leaf) + np.int32(self.cluster.spines)
+        first = self._first_uplink + (leaf * 2 + 1) * self.cluster.spines
+        return np.arange(first, first + self.cluster.spines, dtype=np.int32)
 
     def name(self, link: int) -> str:
         """What a link is called in truth files and plots, for example "node 3 nic 2 egress"."""
@@ -123,7 +124,7 @@ class Fabric:
         with np.errstate(over="ignore"):  # the product is meant modulo 2^64
             for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
                 x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        return ((x ^ (x >> np.uint64(31))) % np.uint64(self.cluster.spines)).astype(np.int64)
+        return np.asarray((x ^ (x >> np.uint64(31))) % np.uint64(self.cluster.spines), np.int64)
 
     def path(self, src_nic: ArrayLike, dst_nic: ArrayLike, udp_sport: ArrayLike) -> Ints:
         """Links in order, [..., MAX_HOPS], NONE-padded, from NIC to NIC of different nodes."""
@@ -151,7 +152,7 @@ class Fabric:
 def latency_ns(path: Ints) -> NDArray[np.float64]:
     """Time of a bit through idle links, f8[...] for paths [..., MAX_HOPS]: NICs and every switch between."""
     # Three hops are the PCIe links and the sender's port; each further one is a switch's egress port.
-    return NIC_LATENCY_NS + SWITCH_LATENCY_NS * ((path != NONE).sum(-1) - 3)
+    return np.asarray(NIC_LATENCY_NS + SWITCH_LATENCY_NS * ((path != NONE).sum(-1) - 3))
 
 
 def flows_over(network: Network, link: int) -> Ints:
