@@ -1,0 +1,60 @@
+"""What jobs do: families of training workloads and loops, as programs of all GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pulse_bpf.errors import UsageError
+from pulse_bpf.lab.sim.model import Cluster, Job
+from pulse_bpf.lab.sim.workloads import data_parallel, fsdp, loops
+from pulse_bpf.lab.sim.workloads.configurations import Size
+from pulse_bpf.lab.sim.workloads.program import Variation
+
+Family = Callable[[Cluster, Size, float, Variation, np.random.Generator], Job]
+
+WARMUP = Variation(warmup=(3.0, 1.6, 1.2, 1.05))
+CHECKPOINTS = Variation(checkpoint_every=4)
+LONG_SEQUENCES = Variation(sequence_sigma=0.2)
+GRAPH = Variation(graph=True)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A family of jobs in one of its forms."""
+
+    title: str
+    family: Family
+    variation: Variation = field(default_factory=Variation)
+
+
+WORKLOADS: dict[str, Workload] = {
+    "dp": Workload("data parallel, gradient buckets overlap backward", data_parallel.build),
+    "dp-warmup": Workload("data parallel, first iterations slower", data_parallel.build, WARMUP),
+    "dp-checkpoint": Workload("data parallel, pauses for checkpoints", data_parallel.build, CHECKPOINTS),
+    "dp-long": Workload("data parallel, sequences of unequal length", data_parallel.build, LONG_SEQUENCES),
+    "dp-graph": Workload("data parallel, iterations in CUDA graphs", data_parallel.build, GRAPH),
+    "fsdp": Workload("fully sharded data parallel with prefetch", fsdp.build),
+    "fsdp-long": Workload("fully sharded, sequences of unequal length", fsdp.build, LONG_SEQUENCES),
+    "fsdp-graph": Workload("fully sharded, iterations in CUDA graphs", fsdp.build, GRAPH),
+    "loops": Workload("AllReduce of one size back to back", loops.build),
+    "loops-sync": Workload(
+        "AllReduce of one size, the host waits for each", loops.build, Variation(sync_each=True)
+    ),
+}
+
+
+def build(name: str, cluster: Cluster, *, size: Size, seconds: float, rng: np.random.Generator) -> Job:
+    """The programs of all GPUs of `cluster`, with iterations for `seconds` and more.
+
+    Calls lack what the library decides: algorithm, protocol, channels, slices. UsageError when `name` is not a
+    workload, or the workload or its model is impossible on this cluster.
+    """
+    if name not in WORKLOADS:
+        raise UsageError(f"no workload {name!r}", "", f"Choose one of: {', '.join(WORKLOADS)}")
+    if cluster.nodes * cluster.gpus < 2:
+        raise UsageError("a job on one GPU", "it has nobody to communicate with", "Use at least two GPUs")
+    workload = WORKLOADS[name]
+    return workload.family(cluster, size, seconds, workload.variation, rng)
