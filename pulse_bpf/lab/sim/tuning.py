@@ -122,9 +122,7 @@ def _choose_collectives(calls: Array, shapes: Shapes, cluster: Cluster, options:
     ring = calls["algorithm"] == Algorithm.RING
     simple = calls["protocol"] == Protocol.SIMPLE
     per_channel = np.array(BYTES_PER_CHANNEL)[calls["protocol"]].astype(np.float64)
-    per_channel[ring & (calls["protocol"] == Protocol.LL)] *= shapes.ranks[comm][
-        ring & (calls["protocol"] == Protocol.LL)
-    ]
+    per_channel *= np.where(ring & (calls["protocol"] == Protocol.LL), shapes.ranks[comm], 1)
     cell = np.array(CELL_BYTES)[calls["protocol"]] / np.where(reduces_all, 2, 1)
     channels = np.minimum(size // per_channel, np.ceil(size / cell))
     calls["channels"] = np.clip(channels, 1, shapes.channels[comm])
@@ -132,7 +130,22 @@ def _choose_collectives(calls: Array, shapes: Shapes, cluster: Cluster, options:
     double = ring & simple & np.isin(calls["kind"], (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER))
     calls["slices"] = np.where(double, 2, 1)
     calls["slice_bytes"] = np.array(STEP_BYTES)[calls["protocol"]] * np.where(double, 2, 1)
+    small = ~ring & (calls["protocol"] == Protocol.LL128)
+    calls["slice_bytes"][small] = _tree_ll128_bytes(calls[small], shapes)
     return calls
+
+
+def _tree_ll128_bytes(calls: Array, shapes: Shapes) -> Ints:
+    """LL128 trees halve their chunks until a channel's part is enough of them to keep the tree's height busy."""
+    nodes = shapes.nodes[calls["comm"]]
+    per_node = shapes.ranks[calls["comm"]] / nodes
+    height = 1 + np.floor(np.log2(nodes)) + 0.1 * per_node
+    per_channel = calls["bytes"].astype(np.int64) // calls["channels"]
+    chunk = np.full(len(calls), STEP_BYTES[Protocol.LL128])
+    for chunks, least in ((64, 128 * KIB), (16, 32 * KIB)):
+        for _ in range(5):  # 576,000 / 2^5 is below the smaller limit
+            chunk[(per_channel // chunk < height * chunks / per_node) & (chunk > least)] //= 2
+    return chunk.astype(np.int32)
 
 
 def _us(
