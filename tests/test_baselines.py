@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import polars as pl
 import pytest
+import recordings
+from recordings import Fault
 
 from pulse_bpf.analysis.baselines import BASELINES
 from pulse_bpf.analysis.load import Recording
@@ -17,9 +20,9 @@ from pulse_bpf.schema import TABLES, comm_id, conform, empty
 MS = 1_000_000
 NODES, GPUS, STEPS = 4, 4, 20
 RANKS = NODES * GPUS
-# Node-local groups, and groups over nodes of the GPUs with the same number: tensor and data parallel.
+# Node-local groups, and groups over two nodes of the GPUs with the same number: tensor and data parallel.
 TENSOR = [[node * GPUS + gpu for gpu in range(GPUS)] for node in range(NODES)]
-DATA = [[node * GPUS + gpu for node in range(NODES)] for gpu in range(GPUS)]
+DATA = [[(node + other) * GPUS + gpu for other in range(2)] for node in (0, 2) for gpu in range(GPUS)]
 
 
 def job(
@@ -127,8 +130,129 @@ def test_a_real_job_has_no_times_for_them(method: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 6, 15])
-def test_the_heat_map_shows_the_slow_gpu_and_the_slow_machine(rank: int) -> None:
+@pytest.mark.parametrize("method", ["heat-map", "greyhound"])
+def test_a_gpu_or_a_machine_that_computes_slowly_stands_out(method: str, rank: int) -> None:
     node = rank // GPUS
-    assert located("heat-map", job({rank: 1.3})) == [("gpu", f"node{node}", rank % GPUS)]
+    assert located(method, job({rank: 1.3})) == [("gpu", f"node{node}", rank % GPUS)]
     whole = dict.fromkeys(TENSOR[node], 1.3)
-    assert located("heat-map", job(whole)) == [("node", f"node{node}", None)]
+    assert located(method, job(whole)) == [("node", f"node{node}", None)]
+
+
+@pytest.mark.parametrize("rank", [0, 6, 15])
+def test_a_rank_whose_group_waits_long_for_it_is_the_one_with_short_durations(rank: int) -> None:
+    where = [("gpu", f"node{rank // GPUS}", rank % GPUS)]
+    group = pl.col("comm_id") == comm_id(0xA0 + rank // GPUS, GPUS)
+    assert located("inversion", job({rank: 20.0}).filter(group)) == where
+    assert located("inversion", job({rank: 3.0}).filter(group)) == []  # a quarter of the median is no tenth
+    # Its peer on the other machine waits for it, and is late in its own machine's next operator.
+    assert located("inversion", job({rank: 20.0})) == []
+    assert located("aegis", job({rank: 1.5})) == where
+    assert located("aegis", job({rank: 1.1})) == []  # above 0.8 of the mean
+
+
+@pytest.mark.parametrize("rank", [0, 6, 15])
+def test_holmes_follows_irregular_iterations_to_the_rank_that_began_them(rank: int) -> None:
+    calls = job({rank: 3.0}, steps=range(7, 9))
+    assert located("holmes", calls) == [("gpu", f"node{rank // GPUS}", rank % GPUS)]
+    assert located("holmes", job({rank: 1.3}, steps=range(7, 9))) == []  # less than 4 % of the time
+
+
+@pytest.mark.parametrize("method", ["greyhound", "holmes"])
+@pytest.mark.parametrize("number", range(0, len(DATA), 3))
+def test_a_slow_link_is_narrowed_to_its_group(method: str, number: int) -> None:
+    nodes = sorted({f"node{rank // GPUS}" for rank in DATA[number]})
+    assert located(method, job(transfer={number: 2.0})) == [("group", nodes, None)]
+
+
+def test_greyhound_times_only_what_comes_after_the_alarm() -> None:
+    assert located("greyhound", job({6: 1.5}, steps=range(STEPS // 2, STEPS))) == [("gpu", "node1", 2)]
+    assert located("greyhound", job({6: 1.5}, steps=range(STEPS // 2 - 2))) == []
+
+
+@pytest.mark.parametrize("rank", [0, 6, 15])
+def test_aegis_names_the_rank_that_launched_less(rank: int) -> None:
+    assert located("aegis", job(stop=(rank, STEPS // 2))) == [("gpu", f"node{rank // GPUS}", rank % GPUS)]
+
+
+def test_calls_under_way_when_the_recording_ends_are_no_stop() -> None:
+    calls = job(stop=(6, STEPS // 2))
+    ended = calls.select(
+        pl.col("end_ns").max().over("node") - 10**9 * pl.col("node").str.slice(4).cast(pl.Int64)
+    )
+    findings = BASELINES["aegis"].locate(calls, recording(ended.collect()["end_ns"].max() / 1e9))  # type: ignore[operator]
+    assert findings["verdict"] == "healthy"
+
+
+@cache
+def traffic(fault: Fault | None = None) -> Recording:
+    """A recording of five hosts that exchange with each other all the time, of equal capacity but for `fault`."""
+    return Recording(recordings.tables(recordings.run(hosts=5, kinds=("Group",), fault=fault)))
+
+
+@pytest.mark.parametrize("host", range(5))
+def test_aegis_names_the_nic_whose_requests_take_long(host: int) -> None:
+    findings = BASELINES["aegis"].locate(job(), traffic(Fault("egress", host, 1.0)))["findings"]
+    assert [(found["scope"], found["node"], found["nic"]) for found in findings] == [
+        ("nic", f"node{host}", "rxe0")
+    ]
+    assert BASELINES["aegis"].locate(job(), traffic())["findings"] == []
+
+
+def exchange(nodes: int, slow: dict[tuple[int, int], float]) -> Recording:
+    """Ten steps in which each of `nodes` sends 8 MB to each other at 10 Gbit/s, a tenth more or less, in 100 us bins.
+
+    `slow`: by what factor some pairs are slower.
+    """
+    dice, bin_ns = np.random.default_rng(nodes), 100_000
+    pairs = [(src, dst) for src in range(nodes) for dst in range(nodes) if src != dst]
+    rows = []
+    for step in range(10):
+        for src, dst in pairs:
+            size = 10 / slow.get((src, dst), 1.0) * dice.uniform(0.9, 1.1) * bin_ns / 8
+            count = int(-(-8e6 // size))
+            rows += [(src, dst, step * 10**9 + k * bin_ns, min(size, 8e6 - k * size)) for k in range(count)]
+    where = {
+        "node": pl.format("node{}", "src"),
+        "nic": pl.lit("mlx5_0"),
+        "port": pl.lit(1),
+        "qpn": pl.col("dst"),
+        "peer_gid": pl.format("::{}", "dst"),
+        "source": pl.lit("packets"),
+        "direction": pl.lit("tx"),
+        "bin_ns": pl.lit(bin_ns),
+    }
+    samples = pl.DataFrame(rows, schema=["src", "dst", "t_ns", "bytes"], orient="row")
+    qps = pl.DataFrame(pairs, schema=["src", "dst"], orient="row")
+    nics = pl.DataFrame({"node": [f"node{node}" for node in range(nodes)], "nic": "mlx5_0", "port": 1})
+    tables = {table: empty(table) for table in TABLES}
+    tables["nics"] = conform(
+        nics.with_columns(gids=pl.Series([[f"::{node}"] for node in range(nodes)])), "nics"
+    )
+    tables["qps"] = conform(qps.with_columns(**where), "qps")
+    tables["samples"] = conform(samples.with_columns(pl.col("bytes").cast(pl.UInt64), **where), "samples")
+    return Recording(tables)
+
+
+def recognized(nodes: int, slow: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
+    return list(BASELINES["llmprism"].locate(None, exchange(nodes, slow))["findings"])
+
+
+def test_llmprism_names_the_nic_or_link_that_slow_flow_records_share() -> None:
+    assert recognized(8, {}) == []
+    (link,) = recognized(8, {(3, 5): 2.0})
+    assert (link["scope"], link["node"], link["peer_node"]) == ("link", "node3", "node5")
+    (egress,) = recognized(16, {(3, other): 2.0 for other in range(16)})
+    assert (egress["scope"], egress["node"], egress["nic"]) == ("nic", "node3", "mlx5_0")
+    (ingress,) = recognized(16, {(other, 5): 2.0 for other in range(16)})
+    assert (ingress["scope"], ingress["node"]) == ("nic", "node5")
+    (path,) = recognized(16, {(1, 2): 2.0, (3, 4): 2.0, (5, 6): 2.0})
+    assert path["scope"] == "network"
+    assert {(flow["node"], flow["peer_node"]) for flow in path["flows"]} == {
+        ("node1", "node2"),
+        ("node3", "node4"),
+        ("node5", "node6"),
+    }
+
+
+def test_where_a_tenth_of_all_flows_is_slow_none_is_three_deviations_from_the_mean() -> None:
+    assert recognized(8, {(3, other): 2.0 for other in range(8)}) == []

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import polars as pl
 
-from pulse_bpf.analysis.baselines import heat_map
+from pulse_bpf.analysis.baselines import aegis, greyhound, heat_map, holmes, inversion, llmprism
 from pulse_bpf.analysis.load import Recording
 
 __all__ = ["BASELINES", "Baseline"]
@@ -23,4 +23,11 @@ class Baseline(Protocol):
         """
 
 
-BASELINES: dict[str, Baseline] = {"heat-map": heat_map}
+BASELINES: dict[str, Baseline] = {
+    "heat-map": heat_map,
+    "inversion": inversion,
+    "aegis": aegis,
+    "greyhound": greyhound,
+    "holmes": holmes,
+    "llmprism": llmprism,
+}

@@ -33,6 +33,8 @@ OPERATOR = ["comm_id", "seq"]
 POINT_TO_POINT = ("Send", "Recv")
 # A process is stopped when nothing of it ended for so many times its longest earlier pause.
 SILENT = 3.0
+# Of two equal suspects noise would pick one at a half.
+MAJORITY = 0.6
 
 
 def timed(calls: pl.LazyFrame | None) -> pl.LazyFrame:
@@ -53,6 +55,7 @@ def timed(calls: pl.LazyFrame | None) -> pl.LazyFrame:
     called = pl.concat_str("kind", pl.lit(" "), "bytes")
     return (
         calls.select(pl.col(name).cast(dtype, strict=False) for name, dtype in CALLS.items())
+        .filter(pl.col("call_ns").is_not_null())
         .sort(*PROCESS, pl.coalesce("start_ns", "call_ns"), "call_ns", "comm_id", "seq", nulls_last=True)
         .with_columns(
             duration_ns=pl.col("end_ns") - pl.col("start_ns"),
@@ -82,10 +85,26 @@ def stopped(calls: pl.LazyFrame | None, recording: Recording) -> pl.LazyFrame:
         .agg(pl.col("end_ns").max(), pl.col("end_ns").diff().max().alias("longest_ns"))
         .join(until, on="node")
         .select(
-            ((pl.col("until_ns") - pl.col("end_ns")) > SILENT * pl.col("longest_ns")).all().alias("silent")
+            silent=(pl.len() > 0)
+            & (pl.col("until_ns") - pl.col("end_ns") > SILENT * pl.col("longest_ns")).all()
         )
     )
     return rows.filter(pl.col("end_ns").is_null()).join(silence, how="cross").filter("silent").drop("silent")
+
+
+def culprit(votes: pl.DataFrame) -> dict[str, Any] | None:
+    """Whom MAJORITY of all `votes` (node, pid, gpu, weight) are for: a GPU, else a node, else nobody."""
+    share = pl.col("weight").sum().over("node", "gpu") / pl.col("weight").sum()
+    machine = pl.col("weight").sum().over("node") / pl.col("weight").sum()
+    ranked = (
+        votes.with_columns(share=share, machine=machine)
+        .filter(pl.col("machine") > MAJORITY)
+        .sort("share", "node", "gpu", descending=[True, False, False])
+    )
+    if ranked.is_empty():
+        return None
+    top = ranked.row(0, named=True)
+    return {name: top[name] for name in (("node", "gpu", "pid") if top["share"] > MAJORITY else ("node",))}
 
 
 def accuse(who: dict[str, Any], window_ns: tuple[int, int], evidence: Evidence, **further: Any) -> Finding:
@@ -102,6 +121,16 @@ def accuse(who: dict[str, Any], window_ns: tuple[int, int], evidence: Evidence, 
     return Finding(
         **(defaults | named | further), first_ns=window_ns[0], last_ns=window_ns[1], evidence=[evidence]
     )
+
+
+def accuse_group(
+    nodes: list[str], rows: pl.LazyFrame, window_ns: tuple[int, int], evidence: Evidence, **further: Any
+) -> list[Finding]:
+    """A finding about `nodes` together; none where these are all nodes of `rows`, which names nobody."""
+    everyone = rows.select(pl.col("node").n_unique()).collect().item()
+    if len(nodes) in (0, everyone):
+        return []
+    return [accuse({}, window_ns, evidence, **further, scope="group", nodes=sorted(nodes))]
 
 
 def window(calls: pl.LazyFrame) -> tuple[int, int]:

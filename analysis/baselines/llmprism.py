@@ -1,0 +1,95 @@
+"""The k-sigma rule of LLMPrism (DSN'25) on flow records, as a fabric's collectors write them.
+
+Published, as noted of the paper: flow records without anything from the job; who talks to whom gives jobs and groups,
+silences give steps; a step, a group or a switch is abnormal beyond the mean by k standard deviations, over the
+steps, the groups of a step, and the flows of a switch.
+Our reading: a record is the traffic of one queue pair between silences, and its rate is bytes over duration; k is 3; a
+rate is compared with those of all records of about the same size, of all flows and steps at once. A NIC that sends or
+receives more than half of the slow records is named, their link if two do, and else the network between them: which
+switch a flow crosses is in no recording.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from pulse_bpf.analysis import attribute
+from pulse_bpf.analysis.baselines.calls import accuse, verdict
+from pulse_bpf.analysis.findings import Evidence
+from pulse_bpf.analysis.load import Recording
+
+SIGMAS, MIN_RECORDS = 3.0, 3
+SILENCE_NS = 1_000_000
+SRC, DST = ["node", "nic"], ["peer_node", "peer_nic"]
+
+
+def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
+    lives = attribute.queue_pairs(recording["qps"])
+    records = flow_records(attribute.samples(recording, lives).lazy()).join(
+        peers(lives.lazy(), recording["nics"].lazy()), on="flow", how="left"
+    )
+    window_ns = records.select(pl.col("start_ns").min(), pl.col("end_ns").max()).collect().row(0)
+    window_ns = (int(window_ns[0] or 0), int(window_ns[1] or 0))
+    low = slow(records).collect()
+    if low.height < MIN_RECORDS:
+        return verdict([], window_ns)
+    reference = float(low["mean_gbps"].mean())  # type: ignore[arg-type]
+    rate = float(low["gbps"].mean())  # type: ignore[arg-type]
+    text = f"{low.height} flow records are slower than the others by {SIGMAS:.0f} standard deviations."
+    evidence = Evidence("gbps", rate, reference, low.height, text)
+    further: dict[str, Any] = {"kind": "nic-slow", "cause": "nic", "slowdown": reference / max(rate, 1e-9)}
+    src, dst = _most(low, SRC), _most(low, DST)
+    if src and dst:
+        link: dict[str, Any] = {"scope": "link", "kind": "unknown", "cause": "network"}
+        ends = {"peer_node": dst[0], "peer_nic": dst[1], "nodes": [src[0], dst[0]]}
+        who = {"node": src[0], "nic": src[1]}
+        return verdict([accuse(who, window_ns, evidence, **(further | link), **ends)], window_ns)
+    if src or dst:
+        node, nic = src or dst or ("", "")
+        return verdict([accuse({"node": node, "nic": nic}, window_ns, evidence, **further)], window_ns)
+    flows = low.select(*SRC, "qpn", *DST).unique().sort(*SRC, "qpn").to_dicts()
+    network: dict[str, Any] = {"scope": "network", "kind": "congestion", "cause": "network", "flows": flows}
+    return verdict([accuse({}, window_ns, evidence, **(further | network))], window_ns)
+
+
+def flow_records(samples: pl.LazyFrame) -> pl.LazyFrame:
+    """flow, node, nic, qpn, start_ns, end_ns, bytes, gbps of what each queue pair sent between silences."""
+    begins = pl.col("t_ns") - pl.col("t_ns").shift(1).over("flow") > pl.col("bin_ns") + SILENCE_NS
+    return (
+        samples.filter(pl.col("direction") == "tx", pl.col("bytes") > 0, pl.col("flow").is_not_null())
+        .sort("flow", "t_ns")
+        .with_columns(number=begins.fill_null(False).cum_sum().over("flow"))
+        .group_by("flow", "node", "nic", "qpn", "number")
+        .agg(
+            pl.col("t_ns").min().alias("start_ns"),
+            (pl.col("t_ns") + pl.col("bin_ns")).max().alias("end_ns"),
+            pl.col("bytes").sum(),
+        )
+        .with_columns(gbps=pl.col("bytes") * 8 / (pl.col("end_ns") - pl.col("start_ns")))
+    )
+
+
+def peers(lives: pl.LazyFrame, nics: pl.LazyFrame) -> pl.LazyFrame:
+    """flow, peer_node and peer_nic by the addresses of the NICs."""
+    homes = nics.explode("gids").select(
+        pl.col("gids").alias("peer_gid"), pl.col("node").alias("peer_node"), pl.col("nic").alias("peer_nic")
+    )
+    return lives.select("flow", "peer_gid").join(homes.unique("peer_gid"), on="peer_gid").drop("peer_gid")
+
+
+def slow(records: pl.LazyFrame) -> pl.LazyFrame:
+    """The records that are SIGMAS standard deviations slower than the mean of their size, with that mean."""
+    size = pl.col("bytes").log(2).round()
+    return (
+        records.with_columns(size=size)
+        .with_columns(mean_gbps=pl.col("gbps").mean().over("size"), sigma=pl.col("gbps").std().over("size"))
+        .filter(pl.col("gbps") < pl.col("mean_gbps") - SIGMAS * pl.col("sigma"))
+    )
+
+
+def _most(low: pl.DataFrame, end: list[str]) -> tuple[str, str] | None:
+    """The NIC that is this end of more than half of the records."""
+    counts = low.group_by(end).len().filter(pl.col("len") > low.height / 2)
+    return None if counts.is_empty() else counts.select(end).row(0)
