@@ -1,0 +1,58 @@
+"""Derived operators beside true ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from pulse_bpf.lab.boundaries import Boundaries, compare
+from pulse_bpf.schema import OPERATORS
+
+BIN_NS = 1000
+Rows = list[dict[str, Any]]
+
+
+def _row(op_seq: int | None, start_ns: int, end_ns: int | None, **more: object) -> dict[str, Any]:
+    whose = {"node": "n0", "nic": "mlx5_0", "direction": "tx", "pid": 7, "comm_id": "c-2", "peer_rank": 1}
+    when = {"op_seq": op_seq, "start_ns": start_ns, "end_ns": end_ns}
+    return {**whose, **when, "bytes": 10, "bin_ns": BIN_NS, **more}
+
+
+def _compare(derived: Rows, true: Rows) -> Boundaries:
+    return compare(*(pl.DataFrame(rows, schema=OPERATORS) for rows in (derived, true)))
+
+
+def test_distances_are_in_bins_of_the_recording() -> None:
+    true = [_row(number, 10_000 * number, 10_000 * number + 5000) for number in range(4)]
+    derived = [
+        _row(0, -1000, 5000),  # one bin early, end exact
+        _row(1, 10_000, 17_500),  # 2.5 bins late
+        _row(2, 24_000, 25_000),  # 4 bins late
+        _row(3, 30_000, None),
+    ]
+    assert _compare(derived, true) == Boundaries(4, 3, 2, 2, 2, 3)
+
+
+def test_the_channels_of_an_operator_are_one() -> None:
+    true = [_row(0, 100, 5000, channel=0), _row(0, 200, 9000, channel=1)]
+    assert _compare([_row(0, 100, 9000)], true) == Boundaries(1, 1, 1, 1, 1, 1)
+
+
+def test_what_never_ended_and_what_moved_nothing_is_no_operator() -> None:
+    true = [_row(0, 0, 10, channel=0), _row(0, 0, None, channel=1), _row(1, 0, 10, bytes=0)]
+    assert _compare([_row(0, 0, 10), _row(1, 0, 10)], true) == Boundaries(0, 0, 0, 0, 0, 0)
+
+
+def test_peers_and_directions_are_apart_and_sums_over_peers_left_out() -> None:
+    true = [_row(0, 0, 5000), _row(0, 0, 5000, direction="rx"), _row(0, 0, 5000, peer_rank=2)]
+    derived = [_row(0, 0, 5000), _row(0, 0, 5000, peer_rank=None), _row(0, 0, 5000, peer_rank=2)]
+    assert _compare(derived, true) == Boundaries(3, 2, 2, 2, 2, 2)
+
+
+def test_traffic_outside_calls_is_no_operator() -> None:
+    assert _compare([_row(None, 0, 5000)], [_row(0, 0, 5000)]).found == 0
+
+
+def test_an_analysis_that_finds_nothing() -> None:
+    assert _compare([], [_row(0, 0, 5000)]) == Boundaries(1, 0, 0, 0, 0, 0)
