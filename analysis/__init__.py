@@ -12,15 +12,13 @@ from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
 
-__all__ = ["Findings", "analyze", "operators"]
+__all__ = ["Findings", "analyze", "conclude", "measure", "operators"]
 
 
 def analyze(dirs: Sequence[Path]) -> Findings:
     """The verdict on the recordings in `dirs`, taken as one; DataError when one of them is unusable."""
     recording = load(dirs)
-    table, flows = measure(recording)
-    small = {name: frame for name, frame in recording.tables.items() if name not in ("samples", "ops")}
-    return localize(table, flows, small, recording.damaged)
+    return conclude(recording, *measure(recording))
 
 
 def operators(dirs: Sequence[Path]) -> pl.DataFrame:
@@ -37,3 +35,9 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     covered = attribute.covered(recording, rows)
     segments = segment.segment(called, sent, flows, rows, covered)
     return metrics.measure(segments, called, flows, rows, covered), flows
+
+
+def conclude(recording: Recording, table: pl.DataFrame, flows: pl.DataFrame) -> Findings:
+    """The verdict on `recording` from what `measure` gives of it."""
+    small = {name: frame for name, frame in recording.tables.items() if name not in ("samples", "ops")}
+    return localize(table, flows, small, recording.damaged)
