@@ -384,7 +384,10 @@ def test_the_published_costs_choose_the_algorithm() -> None:
     # 64 ranks: 112 steps in the nodes and 14 between make the ring's latency 0.8 ms, the tree's is 0.15 ms.
     assert chosen(256 * MIB, cluster, all_gpus(cluster)) == (Algorithm.TREE, Protocol.SIMPLE)
     assert chosen(4096 * MIB, cluster, all_gpus(cluster)) == (Algorithm.RING, Protocol.SIMPLE)
-    assert chosen(4096, cluster, all_gpus(cluster)) == (Algorithm.TREE, Protocol.LL)
+    # LL tree 6.8 + 2 * (7 * 0.6 + 3 * 5) us and 20.4 GB/s in all channels / 2; LL128 14 + 2 * (7 * 1.25 + 3 * 8.5)
+    # and 116 GB/s: they cross at 420 KB.
+    assert chosen(400_000, cluster, all_gpus(cluster)) == (Algorithm.TREE, Protocol.LL)
+    assert chosen(440_000, cluster, all_gpus(cluster)) == (Algorithm.TREE, Protocol.LL128)
     # The others know no tree.
     assert chosen(4096, cluster, members, Kind.ALL_GATHER) == (Algorithm.RING, Protocol.LL)
     assert chosen(4096, cluster, members, Kind.BROADCAST) == (Algorithm.RING, Protocol.LL)
@@ -409,6 +412,25 @@ def test_larger_calls_never_turn_back_to_a_smaller_protocol(
         assert (np.diff(order) >= 0).all()
     assert ((planned["channels"] >= 1) & (planned["channels"] <= cluster.channels)).all()
     assert (planned["slices"] * planned["slice_bytes"] <= 2 * MIB).all()
+
+
+def test_chunks_of_ll128_trees_shrink_with_the_data() -> None:
+    # 8 nodes with one rank: the height counts as 1 + 3 + 0.1 steps, so that below 65.6 chunks of a channel's part
+    # a chunk of more than 32 KiB is halved, and below 262.4 one of more than 128 KiB.
+    cluster = Cluster(nodes=8, gpus=1, channels=2)
+    options = NcclOptions(algorithm=Algorithm.TREE, protocol=Protocol.LL128)
+
+    def chunk(per_channel: int) -> int:
+        _, calls = built(
+            cluster, [all_gpus(cluster)], everyone(Kind.ALL_REDUCE, 2 * per_channel, 8), options=options
+        )
+        assert set(calls["channels"]) == {2}
+        return int(calls["slice_bytes"][0])
+
+    for size, fewest in ((576_000, 263), (288_000, 263), (144_000, 263), (72_000, 66), (36_000, 66)):
+        assert chunk(fewest * size) == size
+        assert chunk((fewest - 1) * size) == size // 2
+    assert chunk(MIB) == 18_000
 
 
 @pytest.mark.parametrize("kind", [k for k in Kind if k not in (Kind.SEND, Kind.RECV)])
@@ -465,6 +487,24 @@ def test_small_calls_take_few_channels() -> None:
     assert [channels(size, ll_ring) for size in (131_071, 131_072, MIB)] == [1, 2, 8]
     ll_tree = NcclOptions(algorithm=Algorithm.TREE, protocol=Protocol.LL)
     assert [channels(size, ll_tree) for size in (4096, 8192)] == [1, 2]
+
+
+def test_a_communicator_has_the_channels_of_its_nics() -> None:
+    cluster = Cluster(nodes=2, gpus=8, channels=16)
+    members = [all_gpus(cluster), [0, 8], [0, 1, 8, 9], [0, 1]]
+    calls = [everyone(Kind.ALL_REDUCE, 256 * MIB, len(gpus), comm) for comm, gpus in enumerate(members)]
+    network, planned = built(cluster, members, *calls)
+    assert network.comms["channels"].tolist() == [16, 2, 4, 1]
+    for comm in range(4):
+        assert set(planned["channels"][planned["comm"] == comm]) == {network.comms["channels"][comm]}
+
+
+def test_each_nic_serves_both_trees() -> None:
+    cluster = Cluster(nodes=4, gpus=2, channels=4)
+    network, _ = built(cluster, [all_gpus(cluster)], everyone(Kind.ALL_REDUCE, 256 * MIB, 8), options=TREE)
+    roots = [np.flatnonzero(places["up_send"] == NONE)[0] for places in places_of(network).T]
+    # GPU 0 and 1 of node 0, then of node 3: channels 0 and 2 are on rail 0.
+    assert roots == [0, 1, 6, 7]
 
 
 def test_nodes_by_first_rank_and_ranks_by_gpu() -> None:

@@ -215,9 +215,8 @@ def _used_pairs(calls: Array, shapes: Shapes) -> list[Ints]:
 def _pairs(built: _Built, comm: int, gpus: Ints, pairs: Ints, channels: int, cluster: Cluster) -> int:
     """Add a communicator's point-to-point connections; where its table begins in `Network.pairs`, NONE without.
 
-    A pair's channel follows from the distance of the ranks, so that a rank's peers are spread over the channels.
-    NCCL would stripe a large message over several channels of the pair: here it takes one (P2P_PARTS is 1), which
-    has the rate of a thread block, above that of a NIC.
+    A pair's channels follow from the distance of its ranks, so that a rank's peers are spread over the channels.
+    NCCL stripes a large message over as many channels as the topology gives a peer: here over P2P_PARTS.
     """
     if not len(pairs):
         return NONE
@@ -225,7 +224,8 @@ def _pairs(built: _Built, comm: int, gpus: Ints, pairs: Ints, channels: int, clu
     table = np.full((ranks * ranks, P2P_PARTS), NONE, np.int32)
     table[pairs] = built.connection_count + np.arange(len(pairs) * P2P_PARTS).reshape(-1, P2P_PARTS)
     source, destination = np.divmod(np.repeat(pairs, P2P_PARTS), ranks)
-    channel = (destination - source) % ranks % channels
+    part = np.tile(np.arange(P2P_PARTS), len(pairs))
+    channel = ((destination - source) % ranks + part) % channels
     _connect(built, comm, gpus, channel, source, destination, STEPS, cluster)
     built.pairs.append(table.ravel())
     first, built.pair_count = built.pair_count, built.pair_count + table.size
