@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sim_volumes import wire_bytes
 
 from pulse_bpf.errors import UsageError
+from pulse_bpf.lab.sim import nccl
 from pulse_bpf.lab.sim.fabric import UDP_SPORTS, Fabric
 from pulse_bpf.lab.sim.model import (
     CALL,
@@ -237,6 +238,17 @@ def test_who_posts_for_a_pair() -> None:
         assert (own["dst"], own["src_proxy"]) == (9, 1 if pxn else 0)
 
 
+def test_the_parts_of_a_pair_are_on_channels_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "P2P_PARTS", 2)
+    cluster = Cluster(nodes=2, gpus=4, channels=4)
+    network, _ = built(cluster, [all_gpus(cluster)], one(Kind.SEND, MIB, 1, 7), one(Kind.SEND, MIB, 0, 2))
+    parts = network.pairs.reshape(8, 8, 2)
+    assert network.connections["channel"][parts[1, 7]].tolist() == [2, 3]
+    assert network.connections["channel"][parts[0, 2]].tolist() == [2, 3]
+    assert network.connections["dst"][parts[1, 7]].tolist() == [7, 7]
+    assert (parts != NONE).sum() == 4
+
+
 @given(case=cases())
 @settings(max_examples=40)
 def test_queue_pairs_and_proxies_fit_their_connections(case: tuple[Cluster, list[int]]) -> None:
@@ -377,6 +389,9 @@ def test_the_published_costs_choose_the_algorithm() -> None:
     # Simple ring 1.4 * (8.4 + 14 * 14) us and 27.4 GB/s. They cross at 7.8 MB and at 48 MB.
     cluster = Cluster(nodes=8, gpus=8)
     members = list(range(0, 64, 8))
+    # LL tree 6.8 + 2 * 3 * 5 us and 5.8 GB/s: it crosses the LL128 tree at 228 KB.
+    assert chosen(220_000, cluster, members) == (Algorithm.TREE, Protocol.LL)
+    assert chosen(236_000, cluster, members) == (Algorithm.TREE, Protocol.LL128)
     assert chosen(7_500_000, cluster, members) == (Algorithm.TREE, Protocol.LL128)
     assert chosen(8_200_000, cluster, members) == (Algorithm.RING, Protocol.LL128)
     assert chosen(46_000_000, cluster, members) == (Algorithm.RING, Protocol.LL128)

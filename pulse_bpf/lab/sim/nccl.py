@@ -10,8 +10,10 @@ ncclCommSplit, and between pairs of one proxy (NCCL_NET_SHARED_COMMS).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim.fabric import UDP_SPORTS, Fabric, latency_ns
@@ -33,6 +35,8 @@ from pulse_bpf.lab.sim.model import (
 from pulse_bpf.lab.sim.rings import members_by_node, ring
 from pulse_bpf.lab.sim.trees import tree
 from pulse_bpf.lab.sim.tuning import STEPS, NcclOptions, Shapes, choose
+
+Numbers = NDArray[np.signedinteger[Any]]
 
 DEFAULTS = NcclOptions()
 # NCCL has at least so many channels between nodes, that both trees are in use.
@@ -236,9 +240,9 @@ def _connect(
     built: _Built,
     comm: int,
     gpus: Ints,
-    channel: Ints,
-    source: Ints,
-    destination: Ints,
+    channel: Numbers,
+    source: Numbers,
+    destination: Numbers,
     slots: int,
     cluster: Cluster,
 ) -> None:
