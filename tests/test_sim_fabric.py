@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_networks import all_gpus, built, everyone
 
 from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim import fabric as fabrics
 from pulse_bpf.lab.sim.fabric import UDP_SPORTS, Fabric, background_flow, flows_over, latency_ns
-from pulse_bpf.lab.sim.model import CALL, NONE, TASK, Cluster, Job, Kind, Network, Stage
-from pulse_bpf.lab.sim.nccl import build
+from pulse_bpf.lab.sim.model import NONE, Cluster, Kind, Network, Stage
 
 CLUSTERS = st.builds(
     Cluster,
@@ -24,12 +24,8 @@ CLUSTERS = st.builds(
 
 def a_network(cluster: Cluster) -> tuple[Fabric, Network]:
     """A ring over all GPUs."""
-    gpus = cluster.nodes * cluster.gpus
-    calls = np.zeros(gpus, CALL)
-    calls["rank"], calls["kind"], calls["bytes"], calls["peer"] = range(gpus), Kind.ALL_GATHER, 1 << 30, NONE
-    job = Job(np.zeros(0, TASK), np.zeros(gpus + 1, np.int32), calls, [list(range(gpus))], ["world"])
-    fabric = Fabric(cluster)
-    return fabric, build(cluster, fabric, job, np.random.default_rng(0))[0]
+    gpus = all_gpus(cluster)
+    return Fabric(cluster), built(cluster, [gpus], everyone(Kind.ALL_GATHER, 1 << 30, len(gpus)))[0]
 
 
 @given(cluster=CLUSTERS, data=st.data())
