@@ -1,0 +1,184 @@
+"""The calls of all processes in program order, and what of them a recorder saw."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from pulse_bpf.lab.sim.clocks import wall_ns
+from pulse_bpf.lab.sim.identity import Identity, Longs
+from pulse_bpf.lab.sim.loss import Windows
+from pulse_bpf.lab.sim.model import KIND_NAMES, Array, Cluster, Job, Kind, Network, Result, Settings
+from pulse_bpf.lab.sim.options import Options
+from pulse_bpf.schema import I32, I64, STR, U64
+
+# Between two calls of one group, and until a call, or the end of its group, has launched it: what NCCL's argument
+# checks and a kernel launch take on a server's CPU.
+_CALL_NS, _LAUNCH_NS = 400, 4_000
+# How long before the recording a CUDA graph was captured.
+_CAPTURED_BEFORE_NS = 500_000_000
+_DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "int64"}
+_ROOTED = [int(kind) for kind in (Kind.SEND, Kind.RECV, Kind.BROADCAST, Kind.REDUCE)]
+_TWO_SIDED = [int(kind) for kind in (Kind.SEND, Kind.RECV)]
+_OF_COMM = ["gpu", "comm"]
+
+
+def program(
+    result: Result,
+    network: Network,
+    job: Job,
+    calls: Array,
+    cluster: Cluster,
+    settings: Settings,
+    identity: Identity,
+) -> pl.DataFrame:
+    """One row per call, in program order of each GPU.
+
+    call, gpu, node_number, comm, task, place (in its task), grouped, iteration; the columns of CALL; kind_name;
+    the names that the recording has: node, pid, comm_id; seq, its number among all calls of the process on the
+    communicator; call_ns, start_ns, end_ns: true times on the node's clock, null where it never came to that.
+    """
+    number, task = _in_order(job.tasks)
+    chosen, tasks = calls[number], job.tasks[task]
+    comm = chosen["comm"].astype(np.int64)
+    gpu = network.comm_gpus[network.comms["first_gpu"][comm] + chosen["rank"]].astype(np.int64)
+    node = gpu // cluster.gpus
+    place = np.arange(len(number)) - np.searchsorted(task, task)
+    times = result.call_times[number]
+    called = times["call_ns"] + _CALL_NS * place
+    return pl.DataFrame(
+        {
+            "call": number,
+            "gpu": gpu,
+            "node_number": node,
+            "task": task,
+            "place": place,
+            "grouped": tasks["calls"] > 1,
+            "iteration": tasks["iteration"],
+            "stream": tasks["stream"],
+            **{
+                name: chosen[name]
+                for name in ("comm", "rank", "peer", "kind", "dtype_bytes", "count", "bytes")
+            },
+            "nranks": network.comms["ranks"][comm],
+            "node": pl.Series(identity.nodes, dtype=STR).gather(node),
+            "pid": identity.pids[gpu],
+            "comm_id": pl.Series(identity.comm_ids, dtype=STR).gather(comm),
+            "comm_ptr": identity.comm_ptrs[comm, gpu],
+            **{
+                name: _wall(settings, node, values)
+                for name, values in (
+                    ("call_ns", called),
+                    ("start_ns", times["start_ns"]),
+                    ("end_ns", times["end_ns"]),
+                )
+            },
+        }
+    ).with_columns(
+        kind_name=pl.col("kind").replace_strict(dict(enumerate(KIND_NAMES)), return_dtype=STR),
+        two_sided=pl.col("kind").is_in(_TWO_SIDED),
+        seq=pl.int_range(pl.len(), dtype=U64).over(_OF_COMM),
+    )
+
+
+def ops(
+    calls: pl.DataFrame, job: Job, identity: Identity, settings: Settings, options: Options, lost: Windows
+) -> tuple[pl.DataFrame, Longs]:
+    """The rows of `ops`, with `call`, and how many calls of each node were lost.
+
+    Of a job that replays CUDA graphs there are only the calls that were captured, if that was seen.
+    """
+    node = calls["node_number"].to_numpy()
+    if job.graph:
+        first = pl.col("iteration") == pl.col("iteration").min()
+        seen = calls.filter(first & (not options.late_attach)).with_columns(call_ns=_captured_ns(settings))
+    else:
+        first_ns, last_ns = (wall_ns(settings, node, at) for at in (settings.record_ns, settings.end_ns))
+        seen = calls.filter(pl.col("call_ns").is_between(pl.Series(first_ns), pl.Series(last_ns)))
+    seen = seen.filter(pl.Series(identity.recorded[seen["node_number"].to_numpy()], dtype=pl.Boolean))
+    gone = np.zeros(seen.height, bool)
+    if not job.graph:
+        gone = lost.hit(seen["node_number"].to_numpy(), seen["call_ns"].to_numpy())
+    missed = np.bincount(seen["node_number"].to_numpy()[gone], minlength=len(identity.nodes))
+    rows = seen.with_columns(
+        # NCCL counts collectives alike on all ranks; what it counts of point-to-point calls differs.
+        nccl_seq=pl.when(~pl.col("two_sided") & options.comm_memory).then(
+            (~pl.col("two_sided")).cum_sum().over(_OF_COMM).cast(I64) - 1
+        )
+    ).filter(pl.Series(~gone, dtype=pl.Boolean))
+    launched = pl.col("call_ns").max().over("gpu", "task") + _LAUNCH_NS
+    named = rows.select(
+        "call",
+        "node",
+        "pid",
+        pl.col("pid").alias("tid"),
+        pl.col("gpu").mod(len(identity.pids) // len(identity.nodes)).cast(I32),
+        "comm_id",
+        "comm_ptr",
+        "rank",
+        "nranks",
+        seq=pl.int_range(pl.len(), dtype=U64).over(_OF_COMM),
+        kind="kind_name",
+        count="count",
+        dtype=pl.col("dtype_bytes").replace_strict(_DTYPES, return_dtype=STR),
+        bytes="bytes",
+        peer=pl.when(pl.col("kind").is_in(_ROOTED)).then("peer"),
+        stream=0x5555_0000_0000 + 0x1000 * pl.col("stream").cast(U64),
+        group=pl.when("grouped").then(pl.col("task").cast(U64)),
+        call_ns="call_ns",
+        return_ns=pl.when("grouped").then(pl.col("call_ns") + _CALL_NS - 100).otherwise(launched),
+        launch_ns=pl.lit(None, I64) if job.graph else launched,
+        status=pl.lit(0),
+        nccl_seq="nccl_seq",
+        origin=pl.lit("capture" if job.graph else "call"),
+    )
+    return named, missed
+
+
+def operators(calls: pl.DataFrame, seen: pl.DataFrame) -> pl.DataFrame:
+    """`calls` with the operator that each belongs to: all Send and Recv of one group on a communicator are one.
+
+    `operator`: number of its first call; operator_kind, recorded_ns (call_ns of its first call that was seen);
+    op_seq and program_pos: its numbers among the operators seen of the process, on the communicator and of all.
+    """
+    group = pl.col("grouped") & pl.col("two_sided")
+    merged = calls.with_columns(
+        operator=pl.when(group)
+        .then(pl.col("call").min().over("gpu", "comm", "task", "two_sided"))
+        .otherwise("call"),
+        operator_kind=pl.when(group).then(pl.lit("Group")).otherwise("kind_name"),
+    )
+    numbered = (
+        merged.join(
+            seen.filter(pl.col("origin") == "call").select("call", "call_ns"), on="call", suffix="_seen"
+        )
+        .group_by("operator")
+        .agg(pl.col("gpu", "comm").first(), pl.col("call_ns_seen").min().alias("recorded_ns"))
+        .sort("gpu", "recorded_ns")
+        .with_columns(
+            op_seq=pl.int_range(pl.len(), dtype=U64).over(_OF_COMM),
+            program_pos=pl.int_range(pl.len(), dtype=U64).over("gpu"),
+        )
+        .select("operator", "recorded_ns", "op_seq", "program_pos")
+    )
+    return merged.join(numbered, on="operator", how="left", maintain_order="left")
+
+
+def _in_order(tasks: Array) -> tuple[Longs, Longs]:
+    """Call numbers in program order, and the task of each."""
+    count = tasks["calls"].astype(np.int64)
+    task = np.repeat(np.arange(len(tasks)), count)
+    first = np.cumsum(count) - count
+    return tasks["call"][task] + np.arange(len(task)) - first[task], task
+
+
+def _captured_ns(settings: Settings) -> pl.Expr:
+    first_ns = pl.Series(wall_ns(settings, np.arange(len(settings.clocks)), settings.record_ns))
+    began_ns = pl.lit(first_ns).gather(pl.col("node_number")) - _CAPTURED_BEFORE_NS
+    return began_ns + _CALL_NS * pl.int_range(pl.len()).over("gpu")
+
+
+def _wall(settings: Settings, node: Longs, t_ns: np.ndarray) -> pl.Series:
+    known = np.isfinite(t_ns)
+    shown = wall_ns(settings, node, np.where(known, t_ns, 0.0))
+    return pl.DataFrame({"t": shown, "known": known}).select(pl.when("known").then("t"))["t"]
