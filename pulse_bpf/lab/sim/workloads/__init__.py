@@ -9,7 +9,7 @@ import numpy as np
 
 from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim.model import Cluster, Job
-from pulse_bpf.lab.sim.workloads import data_parallel, fsdp, loops
+from pulse_bpf.lab.sim.workloads import context, data_parallel, experts, fsdp, loops, megatron, neighbour
 from pulse_bpf.lab.sim.workloads.configurations import Size
 from pulse_bpf.lab.sim.workloads.program import Variation
 
@@ -39,6 +39,29 @@ WORKLOADS: dict[str, Workload] = {
     "fsdp": Workload("fully sharded data parallel with prefetch", fsdp.build),
     "fsdp-long": Workload("fully sharded, sequences of unequal length", fsdp.build, LONG_SEQUENCES),
     "fsdp-graph": Workload("fully sharded, iterations in CUDA graphs", fsdp.build, GRAPH),
+    "megatron": Workload("tensor x pipeline x data parallel, 1F1B", megatron.build),
+    "megatron-interleaved": Workload(
+        "tensor x pipeline x data parallel, interleaved", megatron.build, Variation(interleaved=True)
+    ),
+    "megatron-uneven": Workload(
+        "pipeline with a stage of more layers", megatron.build, Variation(uneven=True)
+    ),
+    "megatron-last-stage": Workload(
+        "pipeline with a costly loss in the last stage", megatron.build, Variation(last_stage_layers=1.0)
+    ),
+    "megatron-long": Workload("pipeline, sequences of unequal length", megatron.build, LONG_SEQUENCES),
+    "megatron-warmup": Workload("pipeline, first iterations slower", megatron.build, WARMUP),
+    "megatron-checkpoint": Workload("pipeline, pauses for checkpoints", megatron.build, CHECKPOINTS),
+    "megatron-graph": Workload("pipeline, iterations in CUDA graphs", megatron.build, GRAPH),
+    "moe": Workload("experts, tokens exchanged by Send and Recv", experts.build, Variation(skew=0.3)),
+    "moe-skew": Workload("experts of very unequal popularity", experts.build, Variation(skew=0.8)),
+    "moe-alltoall": Workload(
+        "experts of fixed capacity, tokens exchanged by AlltoAll",
+        experts.build,
+        Variation(equal_exchange=True),
+    ),
+    "context": Workload("a long sequence over nodes, ring attention", context.build),
+    "neighbour": Workload("a torus of GPUs that swap borders", neighbour.build),
     "loops": Workload("AllReduce of one size back to back", loops.build),
     "loops-sync": Workload(
         "AllReduce of one size, the host waits for each", loops.build, Variation(sync_each=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -50,7 +49,8 @@ class Variation:
     graph: bool = False  # iterations are replays of a CUDA graph
 
 
-class Call(NamedTuple):
+@dataclass(frozen=True)
+class Call:
     """One NCCL call of one rank; `count` as in the call, `peer` the rank of the peer or root."""
 
     comm: int
