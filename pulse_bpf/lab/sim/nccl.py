@@ -249,7 +249,7 @@ def _connect(
     """Add connections between ranks of a communicator, one for each entry of channel, source, destination.
 
     With PXN the member of the source's node that is on the destination's rail posts, if there is one (the
-    receiving side never moves: src/transport/net.cc, sendSetup); otherwise the source itself, across rails.
+    receiving side never moves; ncclTopoGetNetDev in src/graph/search.cc); otherwise the source, across rails.
     """
     rows = np.zeros(len(source), CONNECTION)
     rows["comm"], rows["channel"], rows["slots"] = comm, channel, slots
