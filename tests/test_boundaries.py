@@ -35,8 +35,10 @@ def test_distances_are_in_bins_of_the_recording() -> None:
 
 
 def test_the_channels_of_an_operator_are_one() -> None:
-    true = [_row(0, 100, 5000, channel=0), _row(0, 200, 9000, channel=1)]
+    true = [_row(0, 100, 5000, channel=0), _row(0, 4200, 9000, channel=1)]
     assert _compare([_row(0, 100, 9000)], true) == Boundaries(1, 1, 1, 1, 1, 1)
+    assert _compare(true, true) == Boundaries(1, 1, 1, 1, 1, 1)
+    assert _compare(true, [_row(0, 100, 9000)]) == Boundaries(1, 1, 1, 1, 1, 1)
 
 
 def test_what_never_ended_and_what_moved_nothing_is_no_operator() -> None:

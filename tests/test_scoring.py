@@ -90,6 +90,8 @@ ALIKE = {**_nic(1), "indistinguishable_from": [_nic(2)]}
         (_link(2, 1), _link(1, 2), "exact"),
         (_link(1, 2, nic=3), _link(1, 2), "group"),
         (_link(1, 3), _link(1, 2), "wrong"),
+        (_group(1, 2, 3), _link(1, 2), "group"),
+        (_group(*range(NODES)), _link(1, 2), "wrong"),
         (_nic(1), _link(1, 2), "wrong"),
         (_network((1, 2), (3, 4)), _network((1, 2), (3, 4)), "exact"),
         (_network((2, 1), (3, 4)), _network((1, 2), (3, 4)), "exact"),

@@ -41,8 +41,7 @@ def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:
         .drop_nulls(["true_start_ns", "true_end_ns"])
     )
     derived = (
-        operators.filter(pl.col("bytes") > 0)
-        .drop_nulls(["op_seq", "peer_rank", "start_ns", "end_ns"])
+        operators.drop_nulls(["start_ns", "end_ns"])
         .group_by(KEY)
         .agg(pl.col("start_ns").min(), pl.col("end_ns").max(), pl.col("bin_ns").max())
     )

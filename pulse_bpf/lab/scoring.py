@@ -58,7 +58,6 @@ def score(findings: Json, truth: Json, nodes: int) -> Score:
     located: list[tuple[Outcome, bool] | None] = [None] * len(faults)
     misled = False
     false_claims = healthy = 0
-    faulty = {node for fault in faults for node in _machines(fault)}
     for claim in claims:
         answers = [_located(claim, fault, nodes) for fault in faults]
         for index, (answer, fault) in enumerate(zip(answers, faults, strict=True)):
@@ -72,8 +71,7 @@ def score(findings: Json, truth: Json, nodes: int) -> Score:
             answer is None or _names_another_part(claim, fault)
             for answer, fault in zip(answers, faults, strict=True)
         )
-        named = {suspect.node for suspect in _suspects(claim)}
-        healthy += claim["scope"] in ACCUSING and not any(answers) and not named & faulty
+        healthy += claim["scope"] in ACCUSING and not any(answers)
     rest: Outcome = "wrong" if misled else "missed"
     return Score(
         [answer[0] if answer else rest for answer in located],
@@ -106,11 +104,10 @@ def _located(claim: Json, fault: Json, nodes: int) -> Outcome | None:
         return None
     if len(suspects) == 1:
         return "exact" if suspects[0] == culprit else "machine"
-    several = {suspect.node for suspect in suspects}
     fits = all(any(_could_be(suspect, other) for other in alike) for suspect in suspects)
     if fits and any(_could_be(suspect, culprit) for suspect in here):
         return "exact"
-    return "machine" if several == {culprit.node} else "group" if len(several) < nodes else None
+    return "group" if len({suspect.node for suspect in suspects}) < nodes else None
 
 
 def _located_link(suspects: list[Component], ends: list[Component], nodes: int) -> Outcome | None:
@@ -150,11 +147,6 @@ def _suspects(claim: Json) -> list[Component]:
     if claim["scope"] == "network":
         return []
     return [_component(claim)]
-
-
-def _machines(fault: Json) -> set[str | None]:
-    """The machines that `fault` is in: none where a link or the network is at fault."""
-    return set() if fault["scope"] == "link" else {suspect.node for suspect in _suspects(fault)}
 
 
 def _component(claim: Json) -> Component:
