@@ -53,7 +53,11 @@ def test_peers_and_directions_are_apart_and_sums_over_peers_left_out() -> None:
 
 
 def test_traffic_outside_calls_is_no_operator() -> None:
-    assert _compare([_row(None, 0, 5000)], [_row(0, 0, 5000)]).found == 0
+    assert _compare([_row(None, 0, 5000)], [_row(0, 0, 5000)]) == Boundaries(1, 0, 0, 0, 0, 0)
+
+
+def test_operators_whose_call_was_not_recorded_cannot_be_found() -> None:
+    assert _compare([_row(None, 0, 5000)], [_row(None, 0, 5000)]) == Boundaries(0, 0, 0, 0, 0, 0)
 
 
 def test_an_analysis_that_finds_nothing() -> None:

@@ -77,6 +77,8 @@ ALIKE = {**_nic(1), "indistinguishable_from": [_nic(2)]}
         (_link(1, 2), ALIKE, "exact"),
         (_link(2, 1), ALIKE, "exact"),
         (_group(1, 2), ALIKE, "exact"),
+        (_link(1, 2), {**_nic(1), "indistinguishable_from": [{"node": "n2", "nic": "mlx5_0"}]}, "exact"),
+        (_link(1, 2), {**_nic(1), "indistinguishable_from": [{"node": "n2", "nic": "mlx5_1"}]}, "group"),
         (_link(1, 3), ALIKE, "group"),
         (_nic(1), ALIKE, "exact"),
         (_nic(2), ALIKE, "wrong"),

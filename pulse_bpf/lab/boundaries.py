@@ -28,7 +28,7 @@ class Boundaries:
 def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:
     """The derived `operators` (schema.OPERATORS) beside `truth` (truth_operators.parquet).
 
-    Only operators that ended are true ones. Both number the calls seen of each process on a communicator (op_seq)
+    Only operators that ended and whose call was recorded are true ones. Both number the calls seen of each process on a communicator (op_seq)
     alike, with all point-to-point calls of a group as one.
     """
     real = (
@@ -38,7 +38,7 @@ def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:
             pl.col("start_ns").min().alias("true_start_ns"),
             pl.when(pl.col("end_ns").null_count() == 0).then(pl.col("end_ns").max()).alias("true_end_ns"),
         )
-        .drop_nulls(["true_start_ns", "true_end_ns"])
+        .drop_nulls(["op_seq", "true_start_ns", "true_end_ns"])
     )
     derived = (
         operators.drop_nulls(["start_ns", "end_ns"])

@@ -150,9 +150,10 @@ def _suspects(claim: Json) -> list[Component]:
 
 
 def _component(claim: Json) -> Component:
-    """The machine or part of it that a claim of scope node, gpu or nic is about."""
-    part = claim.get(claim["scope"]) if claim["scope"] in ("gpu", "nic") else None
-    return Component(claim.get("node"), None if part is None else claim["scope"], part)
+    """The machine or part of it that a claim of scope node, gpu or nic is about; without a scope, all it names."""
+    scope = claim.get("scope") or next((part for part in ("nic", "gpu") if part in claim), "node")
+    part = claim.get(scope) if scope in ("gpu", "nic") else None
+    return Component(claim.get("node"), None if part is None else scope, part)
 
 
 def _share_flows(claim: Json, fault: Json) -> bool:
