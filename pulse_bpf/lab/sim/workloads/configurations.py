@@ -6,6 +6,7 @@ model but its shape matters to the network.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from pulse_bpf.errors import UsageError
@@ -16,7 +17,7 @@ FLOP_PER_NS = 400e3
 # Adam reads and writes parameter, gradient and both moments (28 bytes a parameter in fp32) at memory speed.
 OPTIMIZER_BYTES, MEMORY_BYTES_PER_NS = 28, 3000.0
 # Compute of an iteration that an unscaled Size aims at: short enough that a second shows several iterations.
-LAB_ITERATION_NS = 100e6
+LAB_ITERATION_NS = 70e6
 
 
 @dataclass(frozen=True)
@@ -127,8 +128,7 @@ def scale_model(model: Model, size: Size, tokens_per_gpu: float, layers_multiple
             f"scale {size.scale} of a model", "it must be above 0", "Use 1.0 for the published model"
         )
     scale = size.scale or min(1.0, LAB_ITERATION_NS / model.training_ns(tokens_per_gpu))
-    multiples = max(1, round(model.layers * scale / layers_multiple))
-    layers = multiples * layers_multiple
+    layers = math.ceil(model.layers * scale / layers_multiple - 1e-9) * layers_multiple
     width = (model.layers * scale / layers) ** 0.5
     hidden = max(128, round(model.hidden * width / 128) * 128)
     return replace(

@@ -21,8 +21,9 @@ from pulse_bpf.lab.sim.workloads.data_parallel import (
 from pulse_bpf.lab.sim.workloads.layout import Layout, spread
 from pulse_bpf.lab.sim.workloads.program import Call, Plan, Program, Variation
 
-# Llama 3 is trained at up to 131,072 tokens with context parallelism (arXiv:2407.21783, section 3.3.2).
-SEQUENCE = 131_072
+# Tokens that stay on one rank of a ring. Llama 3 is trained at up to 131,072 tokens with context parallelism
+# (arXiv:2407.21783, section 3.3.2): eight such shares.
+TOKENS = 16_384
 MOST_IN_A_RING = 8
 MIN_LAYERS = 2
 BLOCK_BYTES = 2
@@ -33,8 +34,8 @@ def build(
 ) -> Job:
     tensor, ring, data = spread(cluster, MOST_IN_A_RING, "context")
     layout = Layout(tensor=tensor, context=ring, data=data)
-    full = replace(find_model(size, "llama3-70b"), sequence=SEQUENCE)
-    model = scale_model(full, size, SEQUENCE / (tensor * ring), MIN_LAYERS)
+    full = replace(find_model(size, "llama3-70b"), sequence=TOKENS * ring)
+    model = scale_model(full, size, TOKENS / tensor, MIN_LAYERS)
     plan = Plan(cluster)
     world = plan.communicator("world", list(range(len(plan.programs))))
     context = plan.communicators("cp", layout.groups("context"))
@@ -52,15 +53,14 @@ def build(
 def _write(
     program: Program, model: Model, layout: Layout, context: int, place: int, averaging: int
 ) -> tuple[int, ...]:
-    tokens = SEQUENCE // layout.context
-    dense_ns = (model.projections_ns(tokens) + model.ffn_ns(tokens)) / layout.tensor
-    scores_ns = model.scores_ns(tokens) / layout.tensor
+    dense_ns = (model.projections_ns(TOKENS) + model.ffn_ns(TOKENS)) / layout.tensor
+    scores_ns = model.scores_ns(TOKENS) / layout.tensor
     # Keys and values of this GPU's tokens and heads.
-    block = round(2 * tokens * model.hidden * model.kv_heads / model.heads / layout.tensor)
+    block = round(2 * TOKENS * model.hidden * model.kv_heads / model.heads / layout.tensor)
     for _ in range(model.layers):
         _attention(program, scores_ns, block, layout, context, place, FORWARD_KERNELS)
         program.compute(dense_ns, kernels=FORWARD_KERNELS)
-    program.compute(3 * model.logits_ns(tokens) / layout.tensor, kernels=10)
+    program.compute(3 * model.logits_ns(TOKENS) / layout.tensor, kernels=10)
     parameters = [model.layer_parameters / layout.tensor] * model.layers
     parameters[-1] += model.embedding_parameters / layout.tensor
     averaged: tuple[int, ...] = ()

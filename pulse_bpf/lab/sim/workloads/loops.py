@@ -10,7 +10,8 @@ from pulse_bpf.lab.sim.workloads.program import Call, Plan, Variation
 
 # As nccl-tests: 20 operations between two looks at the clock; floats.
 OPERATIONS = 20
-MESSAGE_BYTES = 1 << 30
+# Per GPU of a node, hence per NIC.
+MESSAGE_BYTES = 128 << 20
 DTYPE_BYTES = 4
 
 
@@ -19,7 +20,7 @@ def build(
 ) -> Job:
     plan = Plan(cluster)
     world = plan.communicator("world", list(range(len(plan.programs))))
-    count = (size.message_bytes or MESSAGE_BYTES) // DTYPE_BYTES
+    count = (size.message_bytes or MESSAGE_BYTES * cluster.gpus) // DTYPE_BYTES
     call = Call(world, Kind.ALL_REDUCE, count, DTYPE_BYTES)
     for program in plan.programs:
         for operation in range(OPERATIONS):
