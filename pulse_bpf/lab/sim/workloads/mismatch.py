@@ -19,9 +19,10 @@ MISMATCHES = ("skip", "count", "kind")
 def mismatched(job: Job, cluster: Cluster, gpu: int, iteration: int, how: str) -> Job:
     """The job in which `gpu`, from `iteration` on, makes its largest collective wrongly, once per iteration.
 
-    "skip" leaves it out, "count" asks for half, "kind" for AllReduce instead of another one or ReduceScatter instead
-    of AllReduce. Collectives inside the node count only where there are no others. `meta["mismatch"]` has comm, kind
-    and how. UsageError when `how` is unknown, or the GPU makes no collective in that iteration.
+    "skip" leaves it out, "count" asks for half (for two instead of one), "kind" for AllReduce instead of another
+    kind or ReduceScatter instead of AllReduce. Collectives inside the node count only where there are no others.
+    `meta["mismatch"]` has comm, kind and how. UsageError when `how` is unknown, the job has no such iteration, or
+    the GPU makes no collective.
     """
     if how not in MISMATCHES:
         raise UsageError(f"no mismatch {how!r}", "", f"Choose one of: {', '.join(MISMATCHES)}")
@@ -42,7 +43,7 @@ def mismatched(job: Job, cluster: Cluster, gpu: int, iteration: int, how: str) -
     # All of one iteration's place in the program, hence all alike.
     call = calls[wrong[0]].copy()
     if how == "count":
-        call["count"] = max(1, int(call["count"]) // 2)
+        call["count"] = int(call["count"]) // 2 or 2
     else:
         call["kind"] = Kind.REDUCE_SCATTER if kind == Kind.ALL_REDUCE else Kind.ALL_REDUCE
     call["bytes"] = call_bytes(
