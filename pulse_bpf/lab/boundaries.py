@@ -28,8 +28,8 @@ class Boundaries:
 def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:
     """The derived `operators` (schema.OPERATORS) beside `truth` (truth_operators.parquet).
 
-    Only operators that ended and whose call was recorded are true ones. Both number the calls seen of each process on a communicator (op_seq)
-    alike, with all point-to-point calls of a group as one.
+    Only operators that ended and whose call was recorded are true ones. Both number the calls seen of each process
+    on a communicator (op_seq) alike, with all point-to-point calls of a group as one.
     """
     real = (
         truth.filter(pl.col("bytes") > 0)
