@@ -27,16 +27,17 @@ DATA = [[(node + other) * GPUS + gpu for other in range(2)] for node in (0, 2) f
 
 def job(
     compute: dict[int, float] | None = None,
-    transfer: dict[int, float] | None = None,
+    transfer: dict[tuple[bool, int], float] | None = None,
     seed: int = 0,
     steps: Sequence[int] = range(STEPS),
     stop: tuple[int, int] | None = None,
 ) -> pl.LazyFrame:
     """The calls of STEPS steps: compute 2 ms, all-reduce in the node, compute 2 ms, all-reduce over the nodes (5 ms).
 
-    `compute`: factors of ranks, in `steps`; `transfer`: factors of groups over nodes. An operator starts on a
-    rank when that is ready and ends on all when the last was ready and the data has moved. From `stop`, (rank,
-    step), on the rank calls nothing, and the others call one more operator of each group and wait. Clocks differ.
+    `compute`: factors of ranks, in `steps`; `transfer`: factors of groups by (over nodes, number). An operator starts
+    on a rank when that is ready and ends on all when the last was ready and the data has moved. From `stop`,
+    (rank, step), on the rank calls nothing, and the others call one more operator of each group and wait. Clocks
+    differ.
     """
     dice = np.random.default_rng(seed)
     ready = np.zeros(RANKS)
@@ -54,7 +55,7 @@ def job(
                     for rank in members
                     if rank not in hung and not (stop and stop[0] == rank and step >= stop[1])
                 ]
-                slow = (transfer or {}).get(number, 1.0) if phase else 1.0
+                slow = (transfer or {}).get((bool(phase), number), 1.0)
                 took = (5 if phase else 1) * MS * slow * dice.normal(1, 0.01)
                 end = ready[members].max() + took if len(called) == len(members) else None
                 comm = comm_id(0xA0 + 0x10 * phase + number, len(members))
@@ -161,7 +162,22 @@ def test_holmes_follows_irregular_iterations_to_the_rank_that_began_them(rank: i
 @pytest.mark.parametrize("number", range(0, len(DATA), 3))
 def test_a_slow_link_is_narrowed_to_its_group(method: str, number: int) -> None:
     nodes = sorted({f"node{rank // GPUS}" for rank in DATA[number]})
-    assert located(method, job(transfer={number: 2.0})) == [("group", nodes, None)]
+    assert located(method, job(transfer={(True, number): 2.0})) == [("group", nodes, None)]
+
+
+def test_greyhound_narrows_slow_groups_to_the_machine_that_they_share() -> None:
+    assert located("greyhound", job(transfer={(False, 1): 3.0})) == [("node", "node1", None)]
+
+
+def test_greyhound_compares_operators_of_equal_size_only() -> None:
+    larger = pl.when(pl.col("comm_id") == comm_id(0xB3, 2)).then(2).otherwise(1)
+    calls = job(transfer={(True, 3): 2.0}).with_columns(pl.col("bytes") * larger)
+    assert located("greyhound", calls) == []
+
+
+def test_suspects_that_are_all_machines_name_nobody() -> None:
+    everywhere = {(True, 0): 2.0, (True, GPUS): 2.0}
+    assert located("greyhound", job(transfer=everywhere)) == []
 
 
 def test_greyhound_times_only_what_comes_after_the_alarm() -> None:
@@ -183,6 +199,12 @@ def test_calls_under_way_when_the_recording_ends_are_no_stop() -> None:
     assert findings["verdict"] == "healthy"
 
 
+def test_without_coverage_nothing_is_said_of_a_stop() -> None:
+    calls = job(stop=(6, STEPS // 2))
+    findings = BASELINES["aegis"].locate(calls, Recording({table: empty(table) for table in TABLES}))
+    assert findings["verdict"] == "healthy"
+
+
 @cache
 def traffic(fault: Fault | None = None) -> Recording:
     """A recording of five hosts that exchange with each other all the time, of equal capacity but for `fault`."""
@@ -196,12 +218,15 @@ def test_aegis_names_the_nic_whose_requests_take_long(host: int) -> None:
         ("nic", f"node{host}", "rxe0")
     ]
     assert BASELINES["aegis"].locate(job(), traffic())["findings"] == []
+    assert BASELINES["aegis"].locate(job(), traffic(Fault("egress", host, 3.0)))["findings"] == []  # of 4.0
 
 
-def exchange(nodes: int, slow: dict[tuple[int, int], float]) -> Recording:
+def exchange(
+    nodes: int, slow: dict[tuple[int, int], float], small: frozenset[tuple[int, int]] = frozenset()
+) -> Recording:
     """Ten steps in which each of `nodes` sends 8 MB to each other at 10 Gbit/s, a tenth more or less, in 100 us bins.
 
-    `slow`: by what factor some pairs are slower.
+    `slow`: by what factor some pairs are slower; `small`: pairs that have less to send, 1 MB.
     """
     dice, bin_ns = np.random.default_rng(nodes), 100_000
     pairs = [(src, dst) for src in range(nodes) for dst in range(nodes) if src != dst]
@@ -209,8 +234,11 @@ def exchange(nodes: int, slow: dict[tuple[int, int], float]) -> Recording:
     for step in range(10):
         for src, dst in pairs:
             size = 10 / slow.get((src, dst), 1.0) * dice.uniform(0.9, 1.1) * bin_ns / 8
-            count = int(-(-8e6 // size))
-            rows += [(src, dst, step * 10**9 + k * bin_ns, min(size, 8e6 - k * size)) for k in range(count)]
+            volume = 1e6 if (src, dst) in small else 8e6
+            count = int(-(-volume // size))
+            rows += [
+                (src, dst, step * 10**9 + k * bin_ns, min(size, volume - k * size)) for k in range(count)
+            ]
     where = {
         "node": pl.format("node{}", "src"),
         "nic": pl.lit("mlx5_0"),
@@ -233,12 +261,15 @@ def exchange(nodes: int, slow: dict[tuple[int, int], float]) -> Recording:
     return Recording(tables)
 
 
-def recognized(nodes: int, slow: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
-    return list(BASELINES["llmprism"].locate(None, exchange(nodes, slow))["findings"])
+def recognized(
+    nodes: int, slow: dict[tuple[int, int], float], *small: tuple[int, int]
+) -> list[dict[str, Any]]:
+    return list(BASELINES["llmprism"].locate(None, exchange(nodes, slow, frozenset(small)))["findings"])
 
 
 def test_llmprism_names_the_nic_or_link_that_slow_flow_records_share() -> None:
     assert recognized(8, {}) == []
+    assert recognized(8, {(3, 5): 2.0}, (3, 5)) == []  # nothing else is of its size
     (link,) = recognized(8, {(3, 5): 2.0})
     assert (link["scope"], link["node"], link["peer_node"]) == ("link", "node3", "node5")
     (egress,) = recognized(16, {(3, other): 2.0 for other in range(16)})

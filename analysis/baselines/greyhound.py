@@ -51,13 +51,13 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
 
 
 def suspect_groups(rows: pl.LazyFrame) -> pl.LazyFrame:
-    """comm_id, kind, bytes, operators and slowdown of the groups that are slower than others in their position."""
-    position = ["ranks", "nodes", "kind", "bytes"]
+    """comm_id, kind, size, operators and slowdown of the groups that are slower than others in their position."""
+    position = ["ranks", "nodes", "kind", "size"]
     return (
         rows.drop_nulls(["duration_ns", "comm_id"])
-        .group_by(*PROCESS, "comm_id", "kind", "bytes")
+        .group_by(*PROCESS, "comm_id", "kind", "size")
         .agg(pl.col("duration_ns").mean(), pl.len().alias("operators"))
-        .group_by("comm_id", "kind", "bytes")
+        .group_by("comm_id", "kind", "size")
         .agg(
             pl.len().alias("ranks"),
             pl.col("node").n_unique().alias("nodes"),
@@ -66,7 +66,7 @@ def suspect_groups(rows: pl.LazyFrame) -> pl.LazyFrame:
         )
         .with_columns(slowdown=pl.col("duration_ns") / pl.col("duration_ns").median().over(position))
         .filter(pl.col("slowdown") > SLOWER)
-        .select("comm_id", "kind", "bytes", "operators", "slowdown")
+        .select("comm_id", "kind", "size", "operators", "slowdown")
     )
 
 

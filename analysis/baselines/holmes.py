@@ -9,7 +9,8 @@ quartile of its own history, or than the median of that over the groups in the s
 deviation is that of the shorter half, which is normal. A normal member is passed over where it waited in its own
 previous operator: that one has its own vote. An operator that is abnormal on all members votes for all of them. A vote
 weighs what was lost. The first of the ranking is named with most of the votes, when what is voted on is at least 4 %
-of the time; a group that way if no member is.
+of the time; a group that way if no member is. Only collectives are looked at: how long a call along a pipeline waits
+differs with its place in the schedule, which takes labels to know.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ def _share(some: pl.DataFrame, votes: pl.DataFrame) -> float:
 
 def marked(rows: pl.LazyFrame) -> pl.LazyFrame:
     """`rows` with `abnormal`, the `excess_ns` over a normal duration, and `waited` (abnormal before that)."""
-    own = [*PROCESS, "comm_id", "kind", "bytes"]
-    position = ["ranks", "nodes", "kind", "bytes"]
+    own = [*PROCESS, "comm_id", "kind", "size"]
+    position = ["ranks", "nodes", "kind", "size"]
     return (
         rows.drop_nulls("duration_ns")
         .with_columns(
