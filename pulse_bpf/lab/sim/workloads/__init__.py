@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pulse_bpf.errors import UsageError
-from pulse_bpf.lab.sim.model import Cluster, Job
+from pulse_bpf.lab.sim.model import Algorithm, Cluster, Job
 from pulse_bpf.lab.sim.workloads import context, data_parallel, experts, fsdp, loops, megatron, neighbour
 from pulse_bpf.lab.sim.workloads.configurations import Size
 from pulse_bpf.lab.sim.workloads.program import Variation
@@ -23,19 +23,33 @@ GRAPH = Variation(graph=True)
 
 @dataclass(frozen=True)
 class Workload:
-    """A family of jobs in one of its forms."""
+    """A family of jobs in one of its forms; `algorithm` as the job's environment has it in NCCL_ALGO."""
 
     title: str
     family: Family
     variation: Variation = field(default_factory=Variation)
+    algorithm: Algorithm | None = None
 
 
 WORKLOADS: dict[str, Workload] = {
-    "dp": Workload("data parallel, gradient buckets overlap backward", data_parallel.build),
-    "dp-warmup": Workload("data parallel, first iterations slower", data_parallel.build, WARMUP),
-    "dp-checkpoint": Workload("data parallel, pauses for checkpoints", data_parallel.build, CHECKPOINTS),
-    "dp-long": Workload("data parallel, sequences of unequal length", data_parallel.build, LONG_SEQUENCES),
-    "dp-graph": Workload("data parallel, iterations in CUDA graphs", data_parallel.build, GRAPH),
+    "dp": Workload(
+        "data parallel, ring all-reduce of buckets", data_parallel.build, algorithm=Algorithm.RING
+    ),
+    "dp-tree": Workload(
+        "data parallel, tree all-reduce of buckets", data_parallel.build, algorithm=Algorithm.TREE
+    ),
+    "dp-warmup": Workload(
+        "data parallel, first iterations slower", data_parallel.build, WARMUP, Algorithm.RING
+    ),
+    "dp-checkpoint": Workload(
+        "data parallel, pauses for checkpoints", data_parallel.build, CHECKPOINTS, Algorithm.RING
+    ),
+    "dp-long": Workload(
+        "data parallel, sequences of unequal length", data_parallel.build, LONG_SEQUENCES, Algorithm.RING
+    ),
+    "dp-graph": Workload(
+        "data parallel, iterations in CUDA graphs", data_parallel.build, GRAPH, Algorithm.RING
+    ),
     "fsdp": Workload("fully sharded data parallel with prefetch", fsdp.build),
     "fsdp-long": Workload("fully sharded, sequences of unequal length", fsdp.build, LONG_SEQUENCES),
     "fsdp-graph": Workload("fully sharded, iterations in CUDA graphs", fsdp.build, GRAPH),

@@ -30,7 +30,7 @@ COMPUTE_SIGMA, HOST_SIGMA = 0.01, 0.3
 # tenth of a second.
 CHECKPOINT_NS, CHECKPOINT_SIGMA = 60e6, 0.1
 
-GATHERED = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
+_GATHERED = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Call:
     peer: int = NONE
 
 
-def call_bytes(kind: int, count: int, dtype_bytes: int, ranks: int) -> int:
+def _call_bytes(kind: int, count: int, dtype_bytes: int, ranks: int) -> int:
     """The bytes of an operator's whole buffer, as the recording format counts them."""
-    return count * dtype_bytes * (ranks if kind in GATHERED else 1)
+    return count * dtype_bytes * (ranks if kind in _GATHERED else 1)
 
 
 class Program:
@@ -208,7 +208,7 @@ class Plan:
             row["comm"], row["kind"], row["peer"] = call.comm, call.kind, call.peer
             row["rank"] = members.index(gpu)
             row["count"], row["dtype_bytes"] = call.count, call.dtype_bytes
-            row["bytes"] = call_bytes(call.kind, call.count, call.dtype_bytes, len(members))
+            row["bytes"] = _call_bytes(call.kind, call.count, call.dtype_bytes, len(members))
         return rows
 
 
