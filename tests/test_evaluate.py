@@ -164,6 +164,7 @@ def test_recall_is_promised_of_faults_that_are_bad_enough() -> None:
         ("eeeeeemmgw", "group"),
         ("eeeeeeeeww", "wrong"),
         ("eeeeeeee--", "missed"),
+        ("eeeeeee--w", "missed"),
         ("", "-"),
     ],
 )

@@ -174,5 +174,27 @@ def _report(outcomes: Sequence[Outcome], methods: Sequence[str], command: str) -
 
 def _document(made: Sequence[Table], command: str) -> str:
     """The tables as a page that says how to make it again."""
-    head = f"# Evaluation\n\nMeasured on simulated recordings; written by\n\n    {command} --markdown FILE\n"
-    return "\n\n".join([head.rstrip(), *(table.markdown() for table in made)]) + "\n"
+    return "\n\n".join([_HEAD.format(command=command), *(table.markdown() for table in made)]) + "\n"
+
+
+_HEAD = """\
+# Evaluation
+
+Simulated jobs with and without faults, recorded as the collectors would have, and what each method says of them.
+This page is written by
+
+    {command} --markdown docs/evaluation.md
+
+| a fault is | when the method names |
+| --- | --- |
+| located exactly | the faulty component; the link or group of exactly those that nothing in the recording tells apart; for \
+congestion and shared paths, the network and the flows that share it |
+| located to the machine | the machine it is in, or another part of it |
+| located to a group | suspects that hold it but are not all machines; the network without the right flows |
+| wrong | something healthy, first |
+| missed | nothing |
+
+Precision: of everything said to be broken, what is about a fault and names no healthy part. Recall: of the faults that
+count, those located to any level. A healthy machine is named where a finding accuses machines and none of
+them is at fault. The baselines are given the true times of every operator on every GPU, more than such a tool has.
+A method that fails on an episode has found nothing there."""
