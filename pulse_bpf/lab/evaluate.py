@@ -187,8 +187,8 @@ This page is written by
 
 | a fault is | when the method names |
 | --- | --- |
-| located exactly | the faulty component; the link or group of exactly those that nothing in the recording tells apart; for \
-congestion and shared paths, the network and the flows that share it |
+| located exactly | the faulty component; or the link or group of exactly those that nothing in the recording tells \
+apart; for congestion and shared paths, the network and the flows that share it |
 | located to the machine | the machine it is in, or another part of it |
 | located to a group | suspects that hold it but are not all machines; the network without the right flows |
 | wrong | something healthy, first |
