@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim import faults
 from pulse_bpf.lab.sim.fabric import flows_over
 from pulse_bpf.lab.sim.model import NONE, Executor, Incident, Stage
 from pulse_bpf.lab.sim.paths import between_spines, put_together, rivals
-from pulse_bpf.lab.sim.situation import Prepared, Situation
+from pulse_bpf.lab.sim.situation import Prepared, Situation, nothing_to_hit
 from pulse_bpf.lab.sim.tenants import congested, elephants
 from pulse_bpf.lab.sim.victims import busy, link_bytes
 
@@ -169,7 +168,10 @@ def congestion(situation: Situation) -> Prepared:
     network, volume = situation.network, link_bytes(situation.network, situation.carried)
     ports = np.flatnonzero(network.links["stage"] == Stage.SWITCH)
     writes = [situation.fabric.pcie_write(nic) for nic in range(situation.fabric.nics)]
-    link = int(situation.rng.choice(busy(volume, np.setdiff1d(ports, writes))))
+    used = busy(volume, np.setdiff1d(ports, writes))
+    if not len(used):
+        raise nothing_to_hit("no flow of this workload passes a switch")
+    link = int(situation.rng.choice(used))
     flows = busy(situation.carried, flows_over(network, link))
     larger, incident = congested(
         network, situation.fabric, link, len(flows), situation.severity, situation.windows
@@ -184,11 +186,7 @@ def path_collision(situation: Situation) -> Prepared:
     network, rng = situation.network, situation.rng
     far = between_spines(network, situation.carried)
     if not len(far):
-        raise UsageError(
-            "there is no path between spines to share",
-            "no heavy flow of this workload leaves its leaf switch",
-            "Choose another workload, or more nodes: pulse lab scenarios",
-        )
+        raise nothing_to_hit("no heavy flow of this workload leaves its leaf switch")
     wanted, continuous = round(situation.severity) - 1, situation.windows[0, 0] == 0
     groups = [(flow, rivals(network, situation.fabric, flow, far)) for flow in rng.permutation(far)[:_TRIED]]
     flow, others = max(groups, key=lambda group: min(len(group[1]), wanted))

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim.model import NONE, Incident, Ints, Kind
-from pulse_bpf.lab.sim.situation import Prepared, Situation
+from pulse_bpf.lab.sim.situation import Prepared, Situation, nothing_to_hit
 
 _COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 # An iteration lasts longer than what is sure of it: of the time wanted, where the iteration to change is sought.
@@ -27,11 +26,7 @@ def skipped(situation: Situation) -> Prepared:
     unlike = (rows["kind"][1:] != rows["kind"][:-1]) | (rows["count"][1:] != rows["count"][:-1])
     places = np.flatnonzero(unlike & (rows["comm"][1:] == rows["comm"][:-1]))
     if not len(places):
-        raise UsageError(
-            "no call can be skipped",
-            "each is like the next, which takes its place",
-            "Choose another workload",
-        )
+        raise nothing_to_hit("each call is like the next, which would take its place")
     place = int(situation.rng.choice(places))
     tasks = job.tasks.copy()
     task = np.flatnonzero((tasks["call"] == calls[place]) & (tasks["calls"] == 1))
@@ -65,7 +60,5 @@ def _calls_in_time(situation: Situation) -> tuple[int, Ints]:
     rows = job.calls[calls]
     calls = calls[np.isin(rows["kind"], _COLLECTIVES) & spans[rows["comm"]]]
     if not len(calls):
-        raise UsageError(
-            "no call can differ", "no collective call leaves the node", "Choose another workload"
-        )
+        raise nothing_to_hit("no collective call leaves its node")
     return gpu, calls[np.argsort(job.calls["comm"][calls], kind="stable")]

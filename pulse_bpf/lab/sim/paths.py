@@ -49,12 +49,18 @@ def spread(network: Network, fabric: Fabric, carried: Floats, rng: np.random.Gen
 
 def rivals(network: Network, fabric: Fabric, flow: int, among: Ints) -> Ints:
     """Those `among` that can be put onto one port between switches with `flow`: its leaf's or its peer's leaf's,
-    whichever more of them use. None that shares a NIC with it, for these are no faster apart."""
+    whichever more of them use. No two of all these share a NIC, for such are no faster apart."""
     ends = [network.flows[end] for end in ("src_nic", "dst_nic")]
-    apart = (ends[0][among] != ends[0][flow]) & (ends[1][among] != ends[1][flow])
     leaf = np.array([fabric.leaf(nic) for nic in range(fabric.nics)])
-    up, down = (among[apart & (leaf[end[among]] == leaf[end[flow]])] for end in ends)
-    return np.asarray(up if len(up) >= len(down) else down, np.int32)
+    apart = among[(ends[0][among] != ends[0][flow]) & (ends[1][among] != ends[1][flow])]
+    up, down = (_apart(apart[leaf[end[apart]] == leaf[end[flow]]], ends[0], ends[1]) for end in ends)
+    return up if len(up) >= len(down) else down
+
+
+def _apart(flows: Ints, src: Ints, dst: Ints) -> Ints:
+    for nic in (src, dst):
+        flows = flows[np.unique(nic[flows], return_index=True)[1]]
+    return flows
 
 
 def put_together(

@@ -255,7 +255,7 @@ _ALL = (
         ("path-collision",),
         ("network",),
         injections.path_collision,
-        ("neighbour", "context", "moe", *RINGS),
+        ("neighbour", "context", "moe", "moe-alltoall", "dp", "fsdp", "loops"),
         severities=(2.0, 4.0),
         meaning="how many there are (rounded)",
     ),

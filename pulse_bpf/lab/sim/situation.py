@@ -83,9 +83,13 @@ class Situation:
     def _choose(self, numbers: Ints, does_what: str) -> int:
         left = numbers[~np.isin(numbers // self.cluster.gpus, list(self.spared))]
         if not len(left):
-            raise UsageError(
-                "there is nothing for this scenario to hit",
-                f"no {'other ' if self.spared else ''}GPU of this workload {does_what}",
-                "Choose another workload, or more nodes: pulse lab scenarios",
-            )
+            raise nothing_to_hit(f"no {'other ' if self.spared else ''}GPU of this workload {does_what}")
         return int(self.rng.choice(left))
+
+
+def nothing_to_hit(why: str) -> UsageError:
+    return UsageError(
+        "there is nothing for this scenario to hit",
+        why,
+        "Choose another workload, or more nodes: pulse lab scenarios",
+    )
