@@ -12,9 +12,10 @@ from pulse_bpf.lab.sim.model import KIND_NAMES, Array, Cluster, Job, Kind, Netwo
 from pulse_bpf.lab.sim.options import Options
 from pulse_bpf.schema import I32, I64, STR, U64
 
-# Between two calls of one group, and until a call, or the end of its group, has launched it: what NCCL's argument
-# checks and a kernel launch take on a server's CPU.
-_CALL_NS, _LAUNCH_NS = 400, 4_000
+# What NCCL's argument checks and its launch of a kernel take on a server's CPU; no more than _IN_LIBRARY of the
+# host's time for the task, so that calls stay behind what comes before them.
+_CALL_NS, _LAUNCH_NS = 400.0, 4_000.0
+_IN_LIBRARY = 0.8
 # How long before the recording a CUDA graph was captured.
 _CAPTURED_BEFORE_NS = 500_000_000
 _DTYPES = {1: "int8", 2: "bfloat16", 4: "float32", 8: "int64"}
@@ -32,52 +33,69 @@ def program(
     settings: Settings,
     identity: Identity,
 ) -> pl.DataFrame:
-    """One row per call, in program order of each GPU.
+    """One row per call that was made, in program order of each GPU.
 
     call, gpu, node_number, comm, task, place (in its task), grouped, iteration; the columns of CALL; kind_name;
     the names that the recording has: node, pid, comm_id; seq, its number among all calls of the process on the
-    communicator; call_ns, start_ns, end_ns: true times on the node's clock, null where it never came to that.
+    communicator, nccl_seq, NCCL's own; call_ns, return_ns, launch_ns, start_ns, end_ns: true times on the node's clock, null where it
+    never came to that.
     """
     number, task = _in_order(job.tasks)
-    chosen, tasks = calls[number], job.tasks[task]
+    place = np.arange(len(number)) - np.searchsorted(task, task)
+    made = np.isfinite(result.call_times["call_ns"][number])
+    number, task, place = number[made], task[made], place[made]
+    chosen, tasks, times = calls[number], job.tasks[task], result.call_times[number]
     comm = chosen["comm"].astype(np.int64)
     gpu = network.comm_gpus[network.comms["first_gpu"][comm] + chosen["rank"]].astype(np.int64)
     node = gpu // cluster.gpus
-    place = np.arange(len(number)) - np.searchsorted(task, task)
-    times = result.call_times[number]
-    called = times["call_ns"] + _CALL_NS * place
-    return pl.DataFrame(
-        {
-            "call": number,
-            "gpu": gpu,
-            "node_number": node,
-            "task": task,
-            "place": place,
-            "grouped": tasks["calls"] > 1,
-            "iteration": tasks["iteration"],
-            "stream": tasks["stream"],
-            **{
-                name: chosen[name]
-                for name in ("comm", "rank", "peer", "kind", "dtype_bytes", "count", "bytes")
-            },
-            "nranks": network.comms["ranks"][comm],
-            "node": pl.Series(identity.nodes, dtype=STR).gather(node),
-            "pid": identity.pids[gpu],
-            "comm_id": pl.Series(identity.comm_ids, dtype=STR).gather(comm),
-            "comm_ptr": identity.comm_ptrs[comm, gpu],
-            **{
-                name: _wall(settings, node, values)
-                for name, values in (
-                    ("call_ns", called),
-                    ("start_ns", times["start_ns"]),
-                    ("end_ns", times["end_ns"]),
-                )
-            },
-        }
-    ).with_columns(
-        kind_name=pl.col("kind").replace_strict(dict(enumerate(KIND_NAMES)), return_dtype=STR),
-        two_sided=pl.col("kind").is_in(_TWO_SIDED),
-        seq=pl.int_range(pl.len(), dtype=U64).over(_OF_COMM),
+    # The engine's time is that of the launch, which ends the call, or the group of calls.
+    spent_ns = np.minimum(_LAUNCH_NS + _CALL_NS * (tasks["calls"] - 1), _IN_LIBRARY * tasks["host_ns"])
+    each_ns = spent_ns / tasks["calls"]
+    call_ns = times["call_ns"] - spent_ns + each_ns * place
+    return_ns = np.where(tasks["calls"] > 1, call_ns + 0.7 * each_ns, times["call_ns"])
+    return (
+        pl.DataFrame(
+            {
+                "call": number,
+                "gpu": gpu,
+                "node_number": node,
+                "task": task,
+                "place": place,
+                "grouped": tasks["calls"] > 1,
+                "iteration": tasks["iteration"],
+                "stream": tasks["stream"],
+                **{
+                    name: chosen[name]
+                    for name in ("comm", "rank", "peer", "kind", "dtype_bytes", "count", "bytes")
+                },
+                "nranks": network.comms["ranks"][comm],
+                "node": pl.Series(identity.nodes, dtype=STR).gather(node),
+                "pid": identity.pids[gpu],
+                "comm_id": pl.Series(identity.comm_ids, dtype=STR).gather(comm),
+                "comm_ptr": identity.comm_ptrs[comm, gpu],
+                **{
+                    name: _wall(settings, node, values)
+                    for name, values in (
+                        ("call_ns", call_ns),
+                        ("return_ns", return_ns),
+                        ("launch_ns", times["call_ns"]),
+                        ("start_ns", times["start_ns"]),
+                        ("end_ns", times["end_ns"]),
+                    )
+                },
+            }
+        )
+        .with_columns(
+            kind_name=pl.col("kind").replace_strict(dict(enumerate(KIND_NAMES)), return_dtype=STR),
+            two_sided=pl.col("kind").is_in(_TWO_SIDED),
+            seq=pl.int_range(pl.len(), dtype=U64).over(_OF_COMM),
+        )
+        .with_columns(
+            # NCCL counts collectives alike on all ranks; what it counts of point-to-point calls differs.
+            nccl_seq=pl.when(~pl.col("two_sided")).then(
+                (~pl.col("two_sided")).cum_sum().over(_OF_COMM).cast(I64) - 1
+            )
+        )
     )
 
 
@@ -100,13 +118,7 @@ def ops(
     if not job.graph:
         gone = lost.hit(seen["node_number"].to_numpy(), seen["call_ns"].to_numpy())
     missed = np.bincount(seen["node_number"].to_numpy()[gone], minlength=len(identity.nodes))
-    rows = seen.with_columns(
-        # NCCL counts collectives alike on all ranks; what it counts of point-to-point calls differs.
-        nccl_seq=pl.when(~pl.col("two_sided") & options.comm_memory).then(
-            (~pl.col("two_sided")).cum_sum().over(_OF_COMM).cast(I64) - 1
-        )
-    ).filter(pl.Series(~gone, dtype=pl.Boolean))
-    launched = pl.col("call_ns").max().over("gpu", "task") + _LAUNCH_NS
+    rows = seen.filter(pl.Series(~gone, dtype=pl.Boolean))
     named = rows.select(
         "call",
         "node",
@@ -126,10 +138,10 @@ def ops(
         stream=0x5555_0000_0000 + 0x1000 * pl.col("stream").cast(U64),
         group=pl.when("grouped").then(pl.col("task").cast(U64)),
         call_ns="call_ns",
-        return_ns=pl.when("grouped").then(pl.col("call_ns") + _CALL_NS - 100).otherwise(launched),
-        launch_ns=pl.lit(None, I64) if job.graph else launched,
+        return_ns=pl.lit(None, I64) if job.graph else "return_ns",
+        launch_ns=pl.lit(None, I64) if job.graph else "launch_ns",
         status=pl.lit(0),
-        nccl_seq="nccl_seq",
+        nccl_seq=pl.when(options.comm_memory).then("nccl_seq"),
         origin=pl.lit("capture" if job.graph else "call"),
     )
     return named, missed
@@ -175,7 +187,7 @@ def _in_order(tasks: Array) -> tuple[Longs, Longs]:
 def _captured_ns(settings: Settings) -> pl.Expr:
     first_ns = pl.Series(wall_ns(settings, np.arange(len(settings.clocks)), settings.record_ns))
     began_ns = pl.lit(first_ns).gather(pl.col("node_number")) - _CAPTURED_BEFORE_NS
-    return began_ns + _CALL_NS * pl.int_range(pl.len()).over("gpu")
+    return began_ns + int(_CALL_NS) * pl.int_range(pl.len()).over("gpu")
 
 
 def _wall(settings: Settings, node: Longs, t_ns: np.ndarray) -> pl.Series:

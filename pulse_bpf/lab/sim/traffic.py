@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from pulse_bpf.lab.sim.clocks import bin_start_ns, wall_ns
 from pulse_bpf.lab.sim.identity import PORT, Identity, Longs, nic_name
@@ -28,7 +29,12 @@ UNIT_BYTES, EPOCH_BINS = 32, 128
 # How often queue pairs' counters are read on the card.
 QP_PERIOD_NS = 10_000_000
 
-_BIN = ["end", "rx", "t_ns"]
+# With headers, of all but acknowledgements, which a card makes without its queue pair.
+_WIRE_BYTES = (
+    pl.col("bytes").cast(I64)
+    + HEADER_BYTES * (pl.col("packets").cast(I64) - pl.col("ctl_packets") - pl.col("ack_packets"))
+    + CTL_BYTES * pl.col("ctl_packets").cast(I64)
+)
 
 
 @dataclass
@@ -63,87 +69,82 @@ def _parts(
     second[~seen | gone] = -1
     for number in np.unique(second[second >= 0]):
         rows = np.flatnonzero(second == number)
-        part = samples[rows]
-        bins = pl.DataFrame(
-            {
-                "end": end[rows].astype(np.int32),
-                "rx": part["rx"] > 0,
-                "t_ns": t_ns[rows],
-                **{name: part[name] for name in ("bytes", "retx_bytes", "packets")},
-                "ctl_packets": part["reverse_ctl"],
-                "ack_packets": part["reverse_acks"],
-            }
-        )
-        yield _SOURCES[options.source](bins, identity, settings.bin_ns, at_nic)
+        both = _both_ways(samples[rows], end[rows], t_ns[rows])
+        yield _SOURCES[options.source](both, identity, settings.bin_ns, at_nic)
 
 
-def _packets(bins: pl.DataFrame, identity: Identity, bin_ns: int, _nics: Longs) -> dict[str, pl.DataFrame]:
-    none = pl.lit(0, pl.UInt32)
-    data = bins.filter((pl.col("bytes") > 0) | (pl.col("packets") > 0)).with_columns(
-        ctl_packets=none, ack_packets=none
+def _both_ways(samples: Array, end: Longs, t_ns: Longs) -> pl.DataFrame:
+    """Rows end, tx, t_ns and counts, sorted so: a sample's data, and the control packets that go the other way.
+
+    The meters close the bins of one end in order of time, so that only ends are out of order.
+    """
+    data = np.flatnonzero((samples["bytes"] > 0) | (samples["packets"] > 0))
+    control = np.flatnonzero((samples["reverse_ctl"] > 0) | (samples["reverse_acks"] > 0))
+    row = np.concatenate([data, control])
+    is_control = np.arange(len(row)) >= len(data)
+    order = np.argsort((2 * end[row] + is_control).astype(np.int32), kind="stable")
+    row, is_control = row[order], is_control[order]
+
+    def counted(name: str, of_control: bool) -> NDArray[np.uint32]:
+        return np.where(is_control == of_control, samples[name][row], 0).astype(np.uint32)
+
+    ctl, acks = counted("reverse_ctl", True), counted("reverse_acks", True)
+    return pl.DataFrame(
+        {
+            "end": end[row],
+            "tx": (samples["rx"][row] == 0) != is_control,
+            "t_ns": t_ns[row],
+            "bytes": counted("bytes", False),
+            "retx_bytes": counted("retx_bytes", False),
+            "packets": counted("packets", False) + ctl + acks,
+            "ctl_packets": ctl,
+            "ack_packets": acks,
+        }
     )
-    control = _reverse(bins).with_columns(
-        bytes=none, retx_bytes=none, packets=pl.col("ctl_packets").cast(pl.UInt32) + pl.col("ack_packets")
+
+
+def _packets(both: pl.DataFrame, identity: Identity, bin_ns: int, _nics: Longs) -> dict[str, pl.DataFrame]:
+    return {"samples": _named(both, identity, "packets", bin_ns)}
+
+
+def _pcc(both: pl.DataFrame, identity: Identity, bin_ns: int, _nics: Longs) -> dict[str, pl.DataFrame]:
+    counted = both.filter("tx").select(
+        "end", "tx", "t_ns", bytes=(_WIRE_BYTES + UNIT_BYTES - 1) // UNIT_BYTES
     )
-    return {"samples": _named(_together(data, control), identity, "packets", bin_ns)}
+    sent = counted.filter(pl.col("bytes") > 0).with_columns(pl.col("bytes") * UNIT_BYTES)
+    return {"samples": _named(sent, identity, "pcc", bin_ns)}
 
 
-def _pcc(bins: pl.DataFrame, identity: Identity, bin_ns: int, _nics: Longs) -> dict[str, pl.DataFrame]:
-    wire = pl.col("bytes").cast(I64) + HEADER_BYTES * pl.col("packets").cast(I64)
-    data = bins.filter(~pl.col("rx")).with_columns(bytes=_units(wire))
-    control = _reverse(bins).filter(~pl.col("rx"))
-    control = control.with_columns(bytes=pl.col("ctl_packets").cast(I64) * _units(pl.lit(CTL_BYTES, I64)))
-    both = _together(*(rows.select(*_BIN, "bytes").filter(pl.col("bytes") > 0) for rows in (data, control)))
-    return {"samples": _named(both, identity, "pcc", bin_ns)}
-
-
-def _diag(bins: pl.DataFrame, identity: Identity, bin_ns: int, nics: Longs) -> dict[str, pl.DataFrame]:
-    packets, controls = pl.col("packets").cast(I64), pl.col("ctl_packets").cast(I64)
-    wire = pl.col("bytes").cast(I64) + HEADER_BYTES * packets
-    sides = [
-        bins.select(*_BIN, wire.alias("bytes"), packets, pl.lit(0, I64).alias("ack_packets")),
-        _reverse(bins).select(
-            *_BIN,
-            (CTL_BYTES * controls).alias("bytes"),
-            controls.alias("packets"),
-            pl.col("ack_packets").cast(I64),
-        ),
-    ]
-    both = pl.concat(sides)
+def _diag(both: pl.DataFrame, identity: Identity, bin_ns: int, nics: Longs) -> dict[str, pl.DataFrame]:
     period_ns = max(QP_PERIOD_NS, bin_ns)
+    counted = both.select(
+        "end",
+        "tx",
+        "t_ns",
+        bytes=_WIRE_BYTES,
+        packets=pl.col("packets") - pl.col("ack_packets"),
+        all_bytes=_WIRE_BYTES + ACK_BYTES * pl.col("ack_packets"),
+        all_packets="packets",
+        nic_number=pl.Series(nics[both["end"].to_numpy()]),
+    )
     by_qp = (
-        both.group_by("end", "rx", pl.col("t_ns") // period_ns * period_ns)
+        counted.group_by("end", "tx", pl.col("t_ns") // period_ns * period_ns)
         .agg(pl.col("bytes", "packets").sum())
         .filter(pl.col("bytes") > 0)
+        .sort("end", "tx", "t_ns")
     )
-    of_port = pl.Series("nic_number", nics[both["end"].to_numpy()])
     by_port = (
-        both.with_columns(of_port, bytes=pl.col("bytes") + ACK_BYTES * pl.col("ack_packets"))
-        .group_by("nic_number", "rx", "t_ns")
-        .agg(pl.col("end").first(), pl.col("bytes").sum(), pl.sum("packets") + pl.sum("ack_packets"))
-        .sort("nic_number", "rx", "t_ns")
+        counted.group_by("nic_number", "tx", "t_ns")
+        .agg(pl.col("end").min(), bytes=pl.col("all_bytes").sum(), packets=pl.col("all_packets").sum())
+        .sort("nic_number", "tx", "t_ns")
     )
     return {
-        "samples": _named(by_qp.sort(_BIN), identity, "qp-counters", period_ns),
+        "samples": _named(by_qp, identity, "qp-counters", period_ns),
         "port_samples": _named(by_port, identity, "doca-diag", bin_ns),
     }
 
 
 _SOURCES = {"packets": _packets, "pcc": _pcc, "diag+netlink": _diag}
-
-
-def _units(wire_bytes: pl.Expr) -> pl.Expr:
-    return (wire_bytes + UNIT_BYTES - 1) // UNIT_BYTES * UNIT_BYTES
-
-
-def _reverse(bins: pl.DataFrame) -> pl.DataFrame:
-    """The control packets that go the other way on the same queue pairs."""
-    found = bins.filter((pl.col("ctl_packets") > 0) | (pl.col("ack_packets") > 0))
-    return found.with_columns(rx=~pl.col("rx"))
-
-
-def _together(data: pl.DataFrame, control: pl.DataFrame) -> pl.DataFrame:
-    return pl.concat([data, control.select(data.columns)], how="vertical_relaxed").sort(_BIN)
 
 
 def _named(rows: pl.DataFrame, identity: Identity, source: str, bin_ns: int) -> pl.DataFrame:
@@ -152,7 +153,7 @@ def _named(rows: pl.DataFrame, identity: Identity, source: str, bin_ns: int) -> 
     return rows.with_columns(
         *(names[name].gather(rows["end"]) for name in names.columns),
         source=pl.lit(source),
-        direction=pl.when("rx").then(pl.lit("rx")).otherwise(pl.lit("tx")),
+        direction=pl.when("tx").then(pl.lit("tx")).otherwise(pl.lit("rx")),
         bin_ns=pl.lit(bin_ns),
     )
 

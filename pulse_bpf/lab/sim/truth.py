@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from pulse_bpf.lab.sim.clocks import EPOCH_NS, wall_ns
 from pulse_bpf.lab.sim.identity import PORT, Identity, nic_name, node_name
-from pulse_bpf.lab.sim.model import NONE, Cluster, Network, Result, Settings
+from pulse_bpf.lab.sim.model import NONE, Array, Cluster, Network, Result, Settings
 from pulse_bpf.schema import I32, I64, STR, U8, U64
 
 _COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -38,7 +39,9 @@ _COLUMNS: dict[str, pl.DataType | type[pl.DataType]] = {
 OPERATORS = pl.Schema(_COLUMNS)
 CALLS = ("node", "pid", "gpu", "rank", "comm_id", "kind", "seq", "bytes", "call_ns", "start_ns", "end_ns")
 
-_PLACE = ["gpu", "peer_gpu", "comm", "nic_number", "peer_nic_number"]
+_PLACE = ["direction", "two_sided", "gpu", "peer_gpu", "comm", "nic_number", "peer_nic_number"]
+_OF_OPERATOR = ["operator_kind", "comm_id", "op_seq", "program_pos", "recorded_ns"]
+_ENDS = (("tx", "call", "src", "dst"), ("rx", "recv_call", "dst", "src"))
 
 
 def operators(
@@ -53,55 +56,52 @@ def operators(
 
     `calls` are those of calls.operators. Bytes are payload, without repeats, of all channels; times are those
     of the first and last of them, on the node's own clock. op_seq, program_pos and call_ns are null where no
-    call was recorded, end_ns where the operator never ended. `pid` is the process that called, which with PXN
-    is not the one that owns the queue pairs.
+    call was recorded, end_ns where the operator never ended.
+    With PXN a process sends on behalf of its neighbours in the node. The processes of a row are those that own the
+    queue pairs, since they all take part in a collective, with their own numbers of it. Send and Recv, which the
+    owners know nothing of, are those of the processes that called.
     """
-    moved = result.moved
-    connections = network.connections[moved["connection"]]
-    between = connections["flows"] > 0
-    moved, connections = moved[between], connections[between]
-    flow = network.flows[connections["flow"]]
-    ends = {"src": flow["src_nic"].astype(np.int64), "dst": flow["dst_nic"].astype(np.int64)}
-    sides = [
-        _side(moved, connections, ends, *side, settings, cluster)
-        for side in (("tx", "call", "src", "dst"), ("rx", "recv_call", "dst", "src"))
-    ]
-    of_call = calls.select(
-        "call",
-        "operator",
-        "operator_kind",
-        "rank",
-        "comm_id",
-        "op_seq",
-        "program_pos",
-        "recorded_ns",
-        "end_ns",
-    )
-    ranks = calls.select("comm", "gpu", "rank").unique()
-    peer_ranks = ranks.rename({"gpu": "peer_gpu", "rank": "peer_rank"})
+    two_sided = np.zeros(len(result.call_times), bool)
+    two_sided[calls["call"].to_numpy()] = calls["two_sided"].to_numpy()
+    rows = [_side(result.moved, network, two_sided, *side, settings, cluster) for side in _ENDS]
     gathered = (
-        pl.concat(sides)
-        .join(of_call, on="call")
-        .group_by("operator", "direction", *_PLACE)
+        pl.concat(rows)
+        .join(calls.select("call", "operator", "nccl_seq", "end_ns"), on="call")
+        .with_columns(operator=pl.when("two_sided").then("operator"))
+        .group_by("operator", "nccl_seq", *_PLACE)
         .agg(
-            pl.col("operator_kind", "rank", "comm_id", "op_seq", "program_pos", "recorded_ns").first(),
             pl.col("start_ns").min(),
             pl.when(pl.col("end_ns").null_count() == 0).then(pl.col("last_ns").max()).alias("end_ns"),
             pl.col("bytes").sum(),
         )
+    )
+    collectives = calls.filter(~pl.col("two_sided")).select("gpu", "comm", "nccl_seq", *_OF_OPERATOR)
+    groups = calls.unique("operator", keep="first").select("operator", *_OF_OPERATOR)
+    named = pl.concat(
+        [
+            gathered.filter(~pl.col("two_sided")).join(
+                collectives, on=["gpu", "comm", "nccl_seq"], how="left"
+            ),
+            gathered.filter("two_sided").join(groups, on="operator", how="left"),
+        ]
+    )
+    ranks = calls.select("comm", "gpu", "rank").unique()
+    peer_ranks = ranks.rename({"gpu": "peer_gpu", "rank": "peer_rank"})
+    placed = (
+        named.join(ranks, on=["comm", "gpu"], how="left")
         .join(peer_ranks, on=["comm", "peer_gpu"], how="left")
-        .join(_flows(network, identity), on=["direction", *_PLACE], how="left")
-        .sort("operator", "direction", *_PLACE)
+        .join(_flows(network, identity), on=_PLACE, how="left")
+        .sort("operator", "nccl_seq", *_PLACE)
     )
     nics = pl.Series([nic_name(cluster, number) for number in range(len(identity.pids))], dtype=STR)
     nodes, pids = pl.Series(identity.nodes, dtype=STR), pl.Series(identity.pids)
-    return gathered.select(
-        node=nodes.gather(gathered["nic_number"] // cluster.gpus),
-        nic=nics.gather(gathered["nic_number"]),
+    return placed.select(
+        node=nodes.gather(placed["nic_number"] // cluster.gpus),
+        nic=nics.gather(placed["nic_number"]),
         port=pl.lit(PORT, U8),
         direction="direction",
-        pid=pids.gather(gathered["gpu"]),
-        peer_pid=pids.gather(gathered["peer_gpu"]),
+        pid=pids.gather(placed["gpu"]),
+        peer_pid=pids.gather(placed["peer_gpu"]),
         gpu=pl.col("gpu") % cluster.gpus,
         comm_id="comm_id",
         kind="operator_kind",
@@ -109,8 +109,8 @@ def operators(
         program_pos="program_pos",
         rank="rank",
         peer_rank="peer_rank",
-        peer_node=nodes.gather(gathered["peer_nic_number"] // cluster.gpus),
-        peer_nic=nics.gather(gathered["peer_nic_number"]),
+        peer_node=nodes.gather(placed["peer_nic_number"] // cluster.gpus),
+        peer_nic=nics.gather(placed["peer_nic_number"]),
         flows="flows",
         call_ns="recorded_ns",
         start_ns="start_ns",
@@ -120,11 +120,8 @@ def operators(
 
 
 def calls_table(calls: pl.DataFrame, cluster: Cluster) -> pl.DataFrame:
-    """truth_calls: when each call was made, and began and ended on its GPU; `seq` counts from the job's start."""
-    made = calls.filter(pl.col("call_ns").is_not_null())
-    return made.select(CALLS[:2], gpu=(pl.col("gpu") % cluster.gpus).cast(I32)).hstack(
-        made.with_columns(kind="kind_name").select(CALLS[3:])
-    )
+    """truth_calls: when each call that was made began and ended on its GPU; `seq` counts from the job's start."""
+    return calls.with_columns(kind="kind_name", gpu=(pl.col("gpu") % cluster.gpus).cast(I32)).select(CALLS)
 
 
 def content(
@@ -186,9 +183,9 @@ def _queue_pairs(flows: Sequence[int], identity: Identity, cluster: Cluster) -> 
 
 
 def _side(
-    moved: np.ndarray,
-    connections: np.ndarray,
-    nics: Mapping[str, np.ndarray],
+    moved: Array,
+    network: Network,
+    two_sided: NDArray[np.bool_],
     direction: str,
     call: str,
     own: str,
@@ -196,43 +193,51 @@ def _side(
     settings: Settings,
     cluster: Cluster,
 ) -> pl.DataFrame:
-    """What one end of all connections sent or received, on its clock; nothing of what it does not know yet."""
+    """What one end of all connections between nodes sent or received, on its clock."""
     times = {name: moved[f"{name}_{direction}_ns"] for name in ("first", "last")}
     known = (moved[call] != NONE) & np.isfinite(times["first"]) & np.isfinite(times["last"])
-    node = nics[own][known] // cluster.gpus
+    known &= network.connections["flows"][moved["connection"]] > 0
+    rows = moved[known]
+    connections = network.connections[rows["connection"]]
+    flows = network.flows[connections["flow"]]
+    called = two_sided[rows[call]]
+    node = flows[f"{own}_nic"] // cluster.gpus
     return pl.DataFrame(
         {
-            "call": moved[call][known].astype(np.int64),
-            "direction": np.full(int(known.sum()), direction),
-            "gpu": connections[own][known].astype(np.int64),
-            "peer_gpu": connections[peer][known].astype(np.int64),
-            "comm": connections["comm"][known],
-            "nic_number": nics[own][known],
-            "peer_nic_number": nics[peer][known],
-            "start_ns": wall_ns(settings, node, times["first"][known]),
-            "last_ns": wall_ns(settings, node, times["last"][known]),
-            "bytes": moved["bytes"][known],
+            "call": rows[call].astype(np.int64),
+            "direction": np.full(len(rows), direction),
+            "two_sided": called,
+            "gpu": np.where(called, connections[own], connections[f"{own}_proxy"]).astype(np.int64),
+            "peer_gpu": np.where(called, connections[peer], connections[f"{peer}_proxy"]).astype(np.int64),
+            "comm": connections["comm"],
+            "nic_number": flows[f"{own}_nic"],
+            "peer_nic_number": flows[f"{peer}_nic"],
+            "start_ns": wall_ns(settings, node, rows[f"first_{direction}_ns"]),
+            "last_ns": wall_ns(settings, node, rows[f"last_{direction}_ns"]),
+            "bytes": rows["bytes"],
         }
     )
 
 
 def _flows(network: Network, identity: Identity) -> pl.DataFrame:
     """The flows of each group between two processes of a communicator and two NICs, by direction."""
-    flows = network.flows[network.flows["connection"] != NONE]
     number = np.flatnonzero(network.flows["connection"] != NONE)
-    connection = network.connections[flows["connection"]]
+    flows = network.flows[number]
+    connections = network.connections[flows["connection"]]
     frames = [
         pl.DataFrame(
             {
                 "direction": np.full(len(flows), direction),
-                "gpu": connection[own].astype(np.int64),
-                "peer_gpu": connection[peer].astype(np.int64),
-                "comm": connection["comm"],
-                "nic_number": flows[f"{own}_nic"].astype(np.int64),
-                "peer_nic_number": flows[f"{peer}_nic"].astype(np.int64),
-                "flows": identity.ends["flow"].gather(2 * number + end),
+                "two_sided": np.full(len(flows), not suffix),
+                "gpu": connections[own + suffix].astype(np.int64),
+                "peer_gpu": connections[peer + suffix].astype(np.int64),
+                "comm": connections["comm"],
+                "nic_number": flows[f"{own}_nic"],
+                "peer_nic_number": flows[f"{peer}_nic"],
+                "flow": identity.ends["flow"].gather(2 * number + (own == "dst")),
             }
         )
-        for direction, own, peer, end in (("tx", "src", "dst", 0), ("rx", "dst", "src", 1))
+        for direction, _, own, peer in _ENDS
+        for suffix in ("", "_proxy")
     ]
-    return pl.concat(frames).group_by("direction", *_PLACE).agg(pl.col("flows").sort())
+    return pl.concat(frames).group_by(_PLACE).agg(pl.col("flow").sort().alias("flows"))
