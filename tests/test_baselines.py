@@ -222,6 +222,15 @@ def test_aegis_names_the_nic_whose_requests_take_long(host: int) -> None:
     assert BASELINES["aegis"].locate(job(), traffic(Fault("egress", host, 3.0)))["findings"] == []  # of 4.0
 
 
+def test_aegis_takes_the_narrowest_bins_of_a_port() -> None:
+    narrow = traffic(Fault("egress", 2, 1.0))
+    ports = narrow["samples"].with_columns(source=pl.lit("diag"))
+    wide = traffic()["samples"].with_columns(bin_ns=pl.lit(10**7, pl.UInt32))
+    both = Recording(narrow.tables | {"samples": wide, "port_samples": conform(ports, "port_samples")})
+    (found,) = BASELINES["aegis"].locate(job(), both)["findings"]
+    assert (found["node"], found["nic"]) == ("node2", "rxe0")
+
+
 def exchange(
     nodes: int, slow: dict[tuple[int, int], float], small: frozenset[tuple[int, int]] = frozenset()
 ) -> Recording:

@@ -16,13 +16,13 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis import attribute
 from pulse_bpf.analysis.baselines.calls import (
     PROCESS,
     accuse,
     accuse_group,
     collectives,
     culprit,
+    sent,
     stopped,
     timed,
     verdict,
@@ -30,6 +30,7 @@ from pulse_bpf.analysis.baselines.calls import (
 )
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.load import Recording
+from pulse_bpf.schema import PORT_SAMPLES
 
 SHORT, SLOW = 0.8, 1.5
 
@@ -95,10 +96,10 @@ def _computing(calls: pl.LazyFrame | None, window_ns: tuple[int, int]) -> list[F
 def _communicating(recording: Recording, window_ns: tuple[int, int]) -> list[Finding]:
     """The NIC whose requests take the longest, if that is more than SLOW times the mean."""
     port = ["node", "nic"]
-    sent = attribute.samples(recording, attribute.queue_pairs(recording["qps"])).lazy()
+    columns = [name for name in PORT_SAMPLES if name != "packets"]
     share = pl.col("bytes").cum_sum().over(port) / pl.col("bytes").sum().over(port)
     rates = (
-        sent.filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
+        sent(pl.concat([recording["port_samples"].select(columns), recording["samples"].select(columns)]))
         .group_by(*port, "t_ns", "bin_ns")
         .agg(pl.col("bytes").sum().cast(pl.Float64))
         .with_columns(gbps=pl.col("bytes") * 8 / pl.col("bin_ns"))

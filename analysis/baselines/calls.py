@@ -102,6 +102,15 @@ def stopped(calls: pl.LazyFrame | None, recording: Recording) -> pl.LazyFrame:
     return rows.filter(pl.col("end_ns").is_null()).join(silence, how="cross").filter("silent").drop("silent")
 
 
+def sent(samples: pl.DataFrame) -> pl.LazyFrame:
+    """Those of `samples` that say what a port sent, from the source with the narrowest bins."""
+    port = ["node", "nic", "port"]
+    rows = samples.lazy().filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
+    sources = rows.select(*port, "source", "bin_ns").unique()
+    best = sources.sort("bin_ns", "source").unique(port, keep="first", maintain_order=True)
+    return rows.join(best, on=[*port, "source", "bin_ns"], how="semi", nulls_equal=True)
+
+
 def culprit(votes: pl.DataFrame) -> dict[str, Any] | None:
     """Whom MAJORITY of all `votes` (node, pid, gpu, weight) are for: a GPU, else a node, else nobody."""
     share = pl.col("weight").sum().over("node", "gpu") / pl.col("weight").sum()

@@ -15,8 +15,8 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis import attribute
-from pulse_bpf.analysis.baselines.calls import accuse, verdict
+from pulse_bpf.analysis.attribute import QP
+from pulse_bpf.analysis.baselines.calls import accuse, sent, verdict
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.load import Recording
 
@@ -26,10 +26,7 @@ SRC, DST = ["node", "nic"], ["peer_node", "peer_nic"]
 
 
 def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
-    lives = attribute.queue_pairs(recording["qps"])
-    records = flow_records(attribute.samples(recording, lives).lazy()).join(
-        peers(lives.lazy(), recording["nics"].lazy()), on="flow", how="left"
-    )
+    records = flow_records(sent(recording["samples"])).join(peers(recording), on=QP, how="left")
     window_ns = records.select(pl.col("start_ns").min(), pl.col("end_ns").max()).collect().row(0)
     window_ns = (int(window_ns[0] or 0), int(window_ns[1] or 0))
     low = slow(records).collect()
@@ -55,13 +52,12 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
 
 
 def flow_records(samples: pl.LazyFrame) -> pl.LazyFrame:
-    """flow, node, nic, qpn, start_ns, end_ns, bytes, gbps of what each queue pair sent between silences."""
-    begins = pl.col("t_ns") - pl.col("t_ns").shift(1).over("flow") > pl.col("bin_ns") + SILENCE_NS
+    """QP, start_ns, end_ns, bytes, gbps of what each queue pair sent between silences."""
+    begins = pl.col("t_ns") - pl.col("t_ns").shift(1).over(QP) > pl.col("bin_ns") + SILENCE_NS
     return (
-        samples.filter(pl.col("direction") == "tx", pl.col("bytes") > 0, pl.col("flow").is_not_null())
-        .sort("flow", "t_ns")
-        .with_columns(number=begins.fill_null(False).cum_sum().over("flow"))
-        .group_by("flow", "node", "nic", "qpn", "number")
+        samples.sort(*QP, "t_ns")
+        .with_columns(number=begins.fill_null(False).cum_sum().over(QP))
+        .group_by(*QP, "number")
         .agg(
             pl.col("t_ns").min().alias("start_ns"),
             (pl.col("t_ns") + pl.col("bin_ns")).max().alias("end_ns"),
@@ -71,12 +67,21 @@ def flow_records(samples: pl.LazyFrame) -> pl.LazyFrame:
     )
 
 
-def peers(lives: pl.LazyFrame, nics: pl.LazyFrame) -> pl.LazyFrame:
-    """flow, peer_node and peer_nic by the addresses of the NICs."""
-    homes = nics.explode("gids").select(
-        pl.col("gids").alias("peer_gid"), pl.col("node").alias("peer_node"), pl.col("nic").alias("peer_nic")
+def peers(recording: Recording) -> pl.LazyFrame:
+    """QP, peer_node and peer_nic by the addresses of the NICs; of a number used again, the last."""
+    homes = (
+        recording["nics"]
+        .lazy()
+        .explode("gids")
+        .select(
+            pl.col("gids").alias("peer_gid"),
+            pl.col("node").alias("peer_node"),
+            pl.col("nic").alias("peer_nic"),
+        )
+        .unique("peer_gid")
     )
-    return lives.select("flow", "peer_gid").join(homes.unique("peer_gid"), on="peer_gid").drop("peer_gid")
+    pairs = recording["qps"].lazy().drop_nulls("peer_gid").unique(QP, keep="last", maintain_order=True)
+    return pairs.select(*QP, "peer_gid").join(homes, on="peer_gid").drop("peer_gid")
 
 
 def slow(records: pl.LazyFrame) -> pl.LazyFrame:
