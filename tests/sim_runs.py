@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 
 from pulse_bpf.lab.sim import collect, nccl
 from pulse_bpf.lab.sim.clocks import clocks
@@ -164,3 +165,9 @@ def _counters(gpus: int, settings: Settings) -> Array:
 def with_events(run: Run, *events: tuple[float, int, int, int, int]) -> Run:
     """`run` in which these (t_ns, nic, flow, kind, value) were seen."""
     return replace(run, result=replace(run.result, events=np.array(list(events), EVENT)))
+
+
+def table(directory: Path, name: str) -> pl.DataFrame:
+    """All rows of one table of a recording, or of its truth."""
+    files = [directory / f"{name}.parquet", *sorted((directory / name).glob("*.parquet"))]
+    return pl.concat([pl.read_parquet(file) for file in files if file.exists()])

@@ -37,8 +37,8 @@ def program(
 
     call, gpu, node_number, comm, task, place (in its task), grouped, iteration; the columns of CALL; kind_name;
     the names that the recording has: node, pid, comm_id; seq, its number among all calls of the process on the
-    communicator, nccl_seq, NCCL's own; call_ns, return_ns, launch_ns, start_ns, end_ns: true times on the node's clock, null where it
-    never came to that.
+    communicator, nccl_seq, NCCL's own; call_ns, return_ns, launch_ns, start_ns, end_ns: true times on the node's
+    clock, null where it never came to that.
     """
     number, task = _in_order(job.tasks)
     place = np.arange(len(number)) - np.searchsorted(task, task)

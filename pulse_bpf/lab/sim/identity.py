@@ -9,7 +9,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.lab.sim.model import NONE, Array, Cluster, Network
+from pulse_bpf.lab.sim.model import NONE, Cluster, Network
 from pulse_bpf.lab.sim.options import Options
 from pulse_bpf.schema import BOOL, I64, STR, U8, U32, U64, comm_id, flow_id
 
@@ -155,11 +155,3 @@ def _owners(network: Network, pids: Longs) -> tuple[Longs, NDArray[np.bool_]]:
         owner = np.zeros((len(connection), 2), np.int64)
     owner = np.where(tenant[:, None], _TENANT_PID, owner)
     return owner.ravel(), np.repeat(tenant, 2)
-
-
-def calls_of_tasks(tasks: Array) -> tuple[Longs, Longs]:
-    """The task of each call, and its place among that task's calls: (call numbers, task numbers), in program order."""
-    count = tasks["calls"].astype(np.int64)
-    task = np.repeat(np.arange(len(tasks)), count)
-    first = np.cumsum(count) - count
-    return tasks["call"][task] + np.arange(len(task)) - first[task], task
