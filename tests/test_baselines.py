@@ -130,6 +130,12 @@ def test_a_real_job_has_no_times_for_them(method: str) -> None:
         BASELINES[method].locate(None, recording())
 
 
+@pytest.mark.parametrize("method", sorted(BASELINES))
+def test_nothing_seen_is_nothing_found(method: str) -> None:
+    empty_recording = Recording({table: empty(table) for table in TABLES})
+    assert BASELINES[method].locate(job().head(0), empty_recording)["verdict"] == "healthy"
+
+
 @pytest.mark.parametrize("rank", [0, 6, 15])
 @pytest.mark.parametrize("method", ["heat-map", "greyhound"])
 def test_a_gpu_or_a_machine_that_computes_slowly_stands_out(method: str, rank: int) -> None:
@@ -232,9 +238,9 @@ def test_aegis_takes_the_narrowest_bins_of_a_port() -> None:
 
 
 def exchange(
-    nodes: int, slow: dict[tuple[int, int], float], small: frozenset[tuple[int, int]] = frozenset()
+    nodes: int, slow: dict[tuple[int, int], float], small: tuple[tuple[int, int], ...], spread: float
 ) -> Recording:
-    """Ten steps in which each of `nodes` sends 8 MB to each other at 10 Gbit/s, a tenth more or less, in 100 us bins.
+    """Ten steps in which each of `nodes` sends 8 MB to each other at 10 Gbit/s, give or take `spread`, in 100 us bins.
 
     `slow`: by what factor some pairs are slower; `small`: pairs that have less to send, 1 MB.
     """
@@ -243,7 +249,7 @@ def exchange(
     rows = []
     for step in range(10):
         for src, dst in pairs:
-            size = 10 / slow.get((src, dst), 1.0) * dice.uniform(0.9, 1.1) * bin_ns / 8
+            size = 10 / slow.get((src, dst), 1.0) * dice.uniform(1 - spread, 1 + spread) * bin_ns / 8
             volume = 1e6 if (src, dst) in small else 8e6
             count = int(-(-volume // size))
             rows += [
@@ -272,14 +278,16 @@ def exchange(
 
 
 def recognized(
-    nodes: int, slow: dict[tuple[int, int], float], *small: tuple[int, int]
+    nodes: int, slow: dict[tuple[int, int], float], *small: tuple[int, int], spread: float = 0.1
 ) -> list[dict[str, Any]]:
-    return list(BASELINES["llmprism"].locate(None, exchange(nodes, slow, frozenset(small)))["findings"])
+    return list(BASELINES["llmprism"].locate(None, exchange(nodes, slow, small, spread))["findings"])
 
 
 def test_llmprism_names_the_nic_or_link_that_slow_flow_records_share() -> None:
     assert recognized(8, {}) == []
     assert recognized(8, {(3, 5): 2.0}, (3, 5)) == []  # nothing else is of its size
+    assert recognized(8, {(3, 5): 2.0}, spread=0.0)[0]["scope"] == "link"
+    assert recognized(8, {(3, 5): 1.02}, spread=0.0) == []
     (link,) = recognized(8, {(3, 5): 2.0})
     assert (link["scope"], link["node"], link["peer_node"]) == ("link", "node3", "node5")
     (egress,) = recognized(16, {(3, other): 2.0 for other in range(16)})

@@ -3,10 +3,10 @@
 Published, as noted of the paper: flow records without anything from the job; who talks to whom gives jobs and groups,
 silences give steps; a step, a group or a switch is abnormal beyond the mean by k standard deviations, over the
 steps, the groups of a step, and the flows of a switch.
-Our reading: a record is the traffic of one queue pair between silences, and its rate is bytes over duration; k is 3; a
-rate is compared with those of all records of about the same size, of all flows and steps at once. A NIC that sends or
-receives more than half of the slow records is named, their link if two do, and else the network between them: which
-switch a flow crosses is in no recording.
+Our reading: a record is the traffic of one queue pair between silences, and its rate is bytes over duration; k is 3,
+and less than a twentieth is not slow; a rate is compared with those of all records of about the same size, of all
+flows and steps at once. A NIC that sends or receives more than half of the slow records is named, their link if two
+do, and else the network between them: which switch a flow crosses is in no recording.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.load import Recording
 
 SIGMAS, MIN_RECORDS = 3.0, 3
+# Rates of one machine may vary by less than anybody would call slow.
+SLOW = 0.95
 SILENCE_NS = 1_000_000
 SRC, DST = ["node", "nic"], ["peer_node", "peer_nic"]
 
@@ -90,7 +92,10 @@ def slow(records: pl.LazyFrame) -> pl.LazyFrame:
     return (
         records.with_columns(size=size)
         .with_columns(mean_gbps=pl.col("gbps").mean().over("size"), sigma=pl.col("gbps").std().over("size"))
-        .filter(pl.col("gbps") < pl.col("mean_gbps") - SIGMAS * pl.col("sigma"))
+        .filter(
+            pl.col("gbps") < pl.col("mean_gbps") - SIGMAS * pl.col("sigma"),
+            pl.col("gbps") < SLOW * pl.col("mean_gbps"),
+        )
     )
 
 
