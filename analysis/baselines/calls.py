@@ -127,8 +127,7 @@ def culprit(votes: pl.DataFrame) -> dict[str, Any] | None:
 
 
 def accuse(who: dict[str, Any], window_ns: tuple[int, int], evidence: Evidence, **further: Any) -> Finding:
-    """A finding about `who`, a row that names node and gpu (or nic) in the columns of CALLS, over the whole window."""
-    named = {name: who[name] for name in ("node", "nic", "gpu", "rank", "pid", "comm_id") if name in who}
+    """A finding over the whole window about `who`: a GPU or NIC of a node, a node, or what `further` says."""
     scope = "gpu" if "gpu" in who else "nic" if "nic" in who else "node"
     defaults: dict[str, Any] = {
         "kind": "gpu-slow",
@@ -138,7 +137,7 @@ def accuse(who: dict[str, Any], window_ns: tuple[int, int], evidence: Evidence, 
         "slowdown": 1.0,
     }
     return Finding(
-        **(defaults | named | further), first_ns=window_ns[0], last_ns=window_ns[1], evidence=[evidence]
+        **(defaults | who | further), first_ns=window_ns[0], last_ns=window_ns[1], evidence=[evidence]
     )
 
 
