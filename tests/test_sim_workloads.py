@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 from itertools import chain, pairwise
 
@@ -96,6 +96,10 @@ def test_calls_are_the_members_own(name: str) -> None:
         launched = launched[launched["calls"] > 0]
         covered.append(np.repeat(launched["call"], launched["calls"]))
         assert (np.diff(launched["call"]) == launched["calls"][:-1]).all()
+        for wait in ("wait_a", "wait_b"):
+            waiting = tasks_of(job, gpu)
+            of_iteration = waiting[wait] // waiting.shape[1]
+            assert ((waiting[wait] == NONE) | (of_iteration == waiting["iteration"])).all()
     assert len(np.concatenate(covered)) == len(job.calls)
     assert not job.calls["slices"].any()
 
@@ -234,7 +238,7 @@ def test_groups_partition_the_gpus(tensor: int, context: int, expert: int, data:
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3))
 def test_schedules_compute_and_exchange_everything(stages: int, blocks: int, chunks: int) -> None:
     batches = blocks * stages
-    transfers: Counter[tuple[bool, bool, int, int]] = Counter()
+    transfers: defaultdict[tuple[bool, int, int], list[bool]] = defaultdict(list)
     for stage in range(stages):
         order = slots(stage, stages, batches, chunks)
         steps = [step for slot in order for step in slot]
@@ -252,11 +256,12 @@ def test_schedules_compute_and_exchange_everything(stages: int, blocks: int, chu
         for launch in chain(*exchanges(order, stage, stages, chunks)):
             for send, forward, other in launch:
                 pair = (stage, other) if send else (other, stage)
-                transfers[(forward, send, *pair)] += 1
-    for (forward, send, source, target), count in transfers.items():
-        assert transfers[forward, not send, source, target] == count
+                transfers[(send, *pair)].append(forward)
+    # What one end sends as an activation, the other does not take for a gradient.
+    for (send, source, target), what in transfers.items():
+        assert transfers.get((not send, source, target)) == what
     crossing = batches * (stages * chunks - 1)
-    assert sum(count for (forward, send, _, _), count in transfers.items() if forward and send) == crossing
+    assert sum(sum(what) for (send, *_), what in transfers.items() if send) == crossing
 
 
 def test_interleaving_has_two_chunks_and_a_smaller_bubble() -> None:
@@ -265,6 +270,18 @@ def test_interleaving_has_two_chunks_and_a_smaller_bubble() -> None:
     assert sends == [16, 32]
     ended = [np.nanmax(run(job, DEFAULT, 1)) for job in (plain, interleaved)]
     assert ended[1] < 0.95 * ended[0]
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("megatron", 1), ("megatron-interleaved", 2)])
+def test_bubble_is_that_of_the_schedule(name: str, chunks: int) -> None:
+    """(stages - 1) / chunks micro batches (Narayanan et al. 2021, section 2.2), when communication is free."""
+    free = Cluster(nic_gbps=1e12, nvlink_gbps=1e12)
+    job = made(name, free)
+    rows = tasks_of(job, 24)[0]
+    optimizer_ns = rows["compute_ns"][-2]
+    work_ns = rows["compute_ns"].sum() - optimizer_ns
+    ideal_ns = work_ns * (8 + 3 / chunks) / 8 + optimizer_ns
+    assert np.nanmax(run(job, free, 1)) == pytest.approx(ideal_ns, rel=0.04)
 
 
 def test_pipeline_averages_all_gradients_of_a_stage() -> None:
@@ -303,6 +320,16 @@ def test_expert_loads_are_skewed_and_conserved() -> None:
         # Dispatch forward: all that arrives anywhere is what all have sent, layer by layer.
         share = received / received.mean(axis=0)
         assert spread[0] < share.max() < spread[1]
+        for gpu in (0, 17):
+            calls = calls_of(job, gpu, 1)
+            groups = calls[np.isin(calls["kind"], (Kind.SEND, Kind.RECV))].reshape(4 * layers, 7, 2)
+            for dispatch, combine in zip(groups[::2], groups[1::2], strict=True):
+                by_peer = [
+                    dict(zip(rows["peer"], rows["bytes"], strict=True)) for rows in (*dispatch.T, *combine.T)
+                ]
+                # What went to a peer comes back from it, and the other way round.
+                assert by_peer[0] == by_peer[3]
+                assert by_peer[1] == by_peer[2]
         total = received.sum(axis=0)
         assert total == pytest.approx(np.full_like(total, total.mean()), rel=1e-3)
 

@@ -32,6 +32,7 @@ BLOCK_BYTES = 2
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """One sequence per ring of GPUs; UsageError as of workloads.build, or of layout.spread."""
     tensor, ring, data = spread(cluster, MOST_IN_A_RING, "context")
     layout = Layout(tensor=tensor, context=ring, data=data)
     full = replace(find_model(size, "llama3-70b"), sequence=TOKENS * ring)

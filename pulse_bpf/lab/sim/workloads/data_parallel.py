@@ -22,6 +22,7 @@ BUCKET_PARAMETERS = 40_000_000
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """`SEQUENCES` sequences per GPU forward and backward; UsageError as of workloads.build."""
     full = find_model(size, "gpt3-xl")
     tokens = SEQUENCES * full.sequence
     model = scale_model(full, size, tokens, MIN_LAYERS)

@@ -31,6 +31,7 @@ LASTING, DRAWN = 0.9, 0.4
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """`SEQUENCES` sequences per group of tensor ranks; UsageError as of workloads.build, or of layout.spread."""
     full = find_model(size, "mixtral-8x7b")
     tensor, expert, data = spread(cluster, full.experts, "expert")
     layout = Layout(tensor=tensor, expert=expert, data=data)

@@ -19,6 +19,7 @@ PARAMETER_BYTES = 2
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """`SEQUENCES` sequences per GPU forward and backward; UsageError as of workloads.build."""
     full = find_model(size, "llama2-70b")
     tokens = SEQUENCES * full.sequence
     model = scale_model(full, size, tokens, MIN_LAYERS)

@@ -18,6 +18,7 @@ DTYPE_BYTES = 4
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """`OPERATIONS` AllReduces of all GPUs per iteration."""
     plan = Plan(cluster)
     world = plan.communicator("world", list(range(len(plan.programs))))
     count = (size.message_bytes or MESSAGE_BYTES * cluster.gpus) // DTYPE_BYTES

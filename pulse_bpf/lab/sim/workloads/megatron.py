@@ -60,6 +60,7 @@ class _Stage:
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """`BATCHES_PER_STAGE` micro batches per stage, laid out by pipeline_layout; UsageError as of workloads.build."""
     layout = pipeline_layout(cluster)
     chunks = CHUNKS if variation.interleaved else 1
     batches = BATCHES_PER_STAGE * layout.pipeline

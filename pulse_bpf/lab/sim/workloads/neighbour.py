@@ -18,6 +18,7 @@ DTYPE_BYTES = 4
 def build(
     cluster: Cluster, size: Size, seconds: float, variation: Variation, rng: np.random.Generator
 ) -> Job:
+    """`STEPS` time steps per iteration, on a torus of nodes by GPUs of a node."""
     plan = Plan(cluster)
     world = plan.communicator("world", list(range(len(plan.programs))))
     count = (size.message_bytes or MESSAGE_BYTES) // DTYPE_BYTES

@@ -88,7 +88,7 @@ def _at_end(step: Step, stage: int, stages: int, chunks: int, *, leaving: bool) 
 
 
 def _by_partner(transfers: list[Transfer]) -> list[list[Transfer]]:
-    """Sends first: a partner that is waited for must not wait for what is still to be sent."""
+    """Sends first, in the order in which Megatron-LM calls them."""
     launches: dict[int, list[Transfer]] = {}
     for transfer in sorted(transfers, key=lambda transfer: not transfer.send):
         launches.setdefault(transfer.stage, []).append(transfer)
