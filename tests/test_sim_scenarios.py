@@ -24,7 +24,7 @@ from pulse_bpf.lab.sim.model import (
     Network,
     Target,
 )
-from pulse_bpf.lab.sim.paths import between_spines, spread
+from pulse_bpf.lab.sim.paths import between_spines, rivals
 from pulse_bpf.lab.sim.scenarios import CONTINUOUS, INTERMITTENT, LATE, SCENARIOS, moved, prepare
 from pulse_bpf.lab.sim.situation import Prepared
 from pulse_bpf.lab.sim.victims import flow_bytes, link_bytes
@@ -239,9 +239,23 @@ def test_flows_that_collide_are_of_different_nics_and_share_one_uplink(
     assert (made.network.links["nic"][list(common)] == NONE).all()
 
 
+def test_no_two_flows_that_are_put_together_share_a_nic() -> None:
+    cluster = Cluster(nodes=8, gpus=2, channels=2)
+    fabric, rng = Fabric(cluster), np.random.default_rng(0)
+    job = workloads.build("moe-alltoall", cluster, size=Size(), seconds=0.1, rng=rng)
+    network, calls = nccl.build(cluster, fabric, job, rng)
+    far = between_spines(network, flow_bytes(network, calls))
+    assert len(far)
+    for flow in far:
+        others = network.flows[[flow, *rivals(network, fabric, flow, far)]]
+        assert 3 <= len(others) <= cluster.nodes_per_leaf
+        assert len(np.unique(others["src_nic"])) == len(np.unique(others["dst_nic"])) == len(others)
+
+
 def test_without_rivals_of_the_job_a_tenant_collides() -> None:
-    for onset in (CONTINUOUS, LATE):
-        made = prepared("path-collision", "dp", onset, severity=3.0)
+    # A connection's own path stays what it is, so one that comes late is a tenant's too.
+    for workload, onset in (("dp", CONTINUOUS), ("dp", LATE), ("neighbour", LATE)):
+        made = prepared("path-collision", workload, onset, severity=3.0)
         (flow,) = made.faults[0].flows
         tenants = made.network.flows[made.incident.background["flow"]]
         assert len(tenants) == 2
@@ -262,7 +276,7 @@ def test_elephants_of_a_healthy_job_are_spread_over_the_uplinks() -> None:
         )
 
     assert clashes(network) > 0
-    assert clashes(spread(network, FABRIC, carried, np.random.default_rng(0))) == 0
+    assert clashes(prepared("healthy", "neighbour").network) == 0
 
 
 def test_tenants_leave_a_port_what_severity_says() -> None:

@@ -58,9 +58,11 @@ def rivals(network: Network, fabric: Fabric, flow: int, among: Ints) -> Ints:
 
 
 def _apart(flows: Ints, src: Ints, dst: Ints) -> Ints:
-    for nic in (src, dst):
-        flows = flows[np.unique(nic[flows], return_index=True)[1]]
-    return flows
+    kept = []
+    while len(flows):
+        kept.append(flows[0])
+        flows = flows[(src[flows] != src[flows[0]]) & (dst[flows] != dst[flows[0]])]
+    return np.array(kept, np.int32)
 
 
 def put_together(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pulse_bpf.lab.sim.fabric import Fabric
+from pulse_bpf.lab.sim.fabric import UDP_SPORTS, Fabric
 from pulse_bpf.lab.sim.model import (
     BACKGROUND,
     CONNECTION,
@@ -48,6 +48,7 @@ def elephants(
     flows["connection"] = len(network.connections) + np.arange(len(connections))
     flows["src_nic"] = np.tile(ports["nic"], len(windows))
     flows["dst_nic"], flows["latency_ns"], flows["path"] = dst_nic, _LATENCY_NS, NONE
+    flows["udp_sport"] = UDP_SPORTS[0]
     flows["path"][:, 0] = len(network.links) + np.tile(np.arange(count), len(windows))
     flows["path"][:, 1 : 1 + len(through)] = through
     background = np.zeros(len(connections), BACKGROUND)
