@@ -11,20 +11,20 @@ from pathlib import Path
 from pulse_bpf.errors import HostError
 
 
-def compiled(source: Path, cache: Path, command: Sequence[str], needs: str) -> Path:
-    """What `command` makes of `source`, kept in `cache` for as long as neither changes.
+def compiled(sources: Sequence[Path], cache: Path, command: Sequence[str], needs: str) -> Path:
+    """What `command` makes of `sources`, kept in `cache` for as long as none of it changes.
 
-    `command` is the compiler with options and libraries, `needs` the packages to install. HostError when
+    `sources` begin with the one to name it after and include headers; `command` is the compiler with options and libraries, `needs` the packages to install. HostError when
     compiling fails.
     """
-    digest = hashlib.sha256(source.read_bytes() + " ".join(command).encode()).hexdigest()
+    digest = hashlib.sha256(b"".join([*(each.read_bytes() for each in sources), " ".join(command).encode()])).hexdigest()
     suffix = ".so" if "-shared" in command else ""
-    product = cache / f"{source.stem}-{digest[:16]}{suffix}"
+    product = cache / f"{sources[0].stem}-{digest[:16]}{suffix}"
     if product.exists():
         return product
     partial = product.with_suffix(f".{os.getpid()}.tmp")
     what, install = (
-        f"cannot compile the lab's {source.name}",
+        f"cannot compile the lab's {sources[0].name}",
         f"Install what it needs: apt-get install {needs}",
     )
     try:
@@ -33,7 +33,7 @@ def compiled(source: Path, cache: Path, command: Sequence[str], needs: str) -> P
         libraries = [part for part in command if part.startswith("-l")]
         options = [part for part in command if part not in libraries]
         subprocess.run(
-            [*options, "-o", str(partial), str(source), *libraries],
+            [*options, "-o", str(partial), *(str(each) for each in sources if each.suffix == ".c"), *libraries],
             check=True,
             capture_output=True,
             text=True,

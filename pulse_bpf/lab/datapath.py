@@ -22,7 +22,7 @@ _NO_PROGRESS_S = 120.0
 
 def library_path() -> Path:
     """The compiled ring.c in the cache, made when there is none of this source; HostError when that fails."""
-    return compiled(SOURCE, CACHE, _COMPILE, "gcc libibverbs-dev")
+    return compiled([SOURCE], CACHE, _COMPILE, "gcc libibverbs-dev")
 
 
 class Ring:

@@ -96,7 +96,7 @@ def told(replayed: Replayed) -> list[str]:
 
 def sender_path() -> Path:
     """The compiled replay.c in the cache, made when there is none of this source; HostError when that fails."""
-    return compiled(SOURCE, CACHE, _COMPILE, "gcc")
+    return compiled([SOURCE], CACHE, _COMPILE, "gcc")
 
 
 def _run(rows: Rows, arguments: list[str], speed: float, seconds: float | None) -> Replayed:

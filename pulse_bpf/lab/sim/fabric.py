@@ -178,6 +178,7 @@ def udp_sport_through(
 def reroute(network: Network, fabric: Fabric, flow: int, udp_sport: int) -> None:
     """Give a flow between two NICs of the cluster another UDP source port, and with it its path, in place."""
     row = network.flows[flow]
+    row["udp_sport"] = udp_sport
     row["path"] = fabric.path(row["src_nic"], row["dst_nic"], udp_sport)
     row["latency_ns"] = latency_ns(row["path"])
 

@@ -105,6 +105,7 @@ FLOW = np.dtype(
         ("dst_nic", "i4"),
         ("latency_ns", "f8"),
         ("path", "i4", MAX_HOPS),
+        ("udp_sport", "u2"),
     ]
 )
 # One direction of one channel between two GPUs. `src` and `dst` call NCCL; the proxies belong to the GPUs

@@ -282,6 +282,7 @@ def _flows(connections: Array, fabric: Fabric, cluster: Cluster, rng: np.random.
     flows["src_nic"] = connections["src_proxy"][connection]
     flows["dst_nic"] = connections["dst_proxy"][connection]
     udp_sport = rng.choice(UDP_SPORTS, len(flows))
+    flows["udp_sport"] = udp_sport
     flows["path"] = fabric.path(flows["src_nic"], flows["dst_nic"], udp_sport)
     flows["latency_ns"] = latency_ns(flows["path"])
     return flows

@@ -1,0 +1,286 @@
+/* Queue pairs: messages in order, as a fluid whose rate sharing.c sets; loss, go-back-N and timeouts. */
+#include "engine.h"
+
+#include <math.h>
+#include <stdlib.h>
+
+#define LEAST_BYTES 1e-3
+
+static struct message *message(const struct flow *f, uint32_t number) {
+    return &f->queue[number & (f->capacity - 1)];
+}
+
+static int has_message(const struct flow *f) {
+    return f->inject != f->last;
+}
+
+/* Lets the time since the last change pass. */
+void advance(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    double passed = e->now - f->since_ns, sent = f->tx * passed, got = f->rx * passed;
+    if (passed <= 0)
+        return;
+    if (sent > 0) {
+        double end = f->injected + sent, repeated = f->repeat_until - f->injected;
+        repeated = repeated < 0 ? 0 : repeated < sent ? repeated : sent;
+        count_bytes(e, flow, 0, f->since_ns, e->now, sent, repeated);
+        f->injected = end;
+        f->until_loss -= sent;
+    }
+    if (got > 0) {
+        double wasted = f->waste < got ? f->waste : got, good = got - wasted, repeated;
+        double latency_ns = f->in->latency_ns;
+        f->waste -= wasted;
+        if (good > f->limit - f->delivered)
+            good = f->limit - f->delivered;
+        /* What the receiver had thrown away when it came out of order comes to its port again. */
+        repeated = f->repeat_until - f->delivered;
+        repeated = repeated < 0 ? 0 : repeated < good ? repeated : good;
+        count_bytes(e, flow, 1, f->since_ns + latency_ns, e->now + latency_ns, got, repeated);
+        f->delivered += good;
+    }
+    f->backlog += sent - got;
+    if (f->backlog < LEAST_BYTES) {
+        /* Rounding must not leave a message unfinished. */
+        f->backlog = f->waste = 0;
+        f->delivered = f->doomed ? f->limit : f->injected;
+    }
+    f->since_ns = e->now;
+}
+
+/* When the rates of now lead to something. */
+void reschedule(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    double soonest = NEVER, t;
+    f->version++;
+    if (f->tx > 0 && has_message(f)) {
+        soonest = (message(f, f->inject)->end - f->injected) / f->tx;
+        if (!f->doomed && f->until_loss < NEVER && (t = f->until_loss / f->tx) < soonest)
+            soonest = t;
+    }
+    if (f->rx > 0) {
+        if (f->first != f->last && message(f, f->first)->end <= f->limit &&
+            (t = (message(f, f->first)->end - f->delivered + f->waste) / f->rx) < soonest)
+            soonest = t;
+        if (f->rx > f->tx && f->backlog > 0 && (t = f->backlog / (f->rx - f->tx)) < soonest)
+            soonest = t;
+    }
+    f->scheduled = soonest < NEVER;
+    if (f->scheduled)
+        at(e, e->now + (soonest > 0 ? soonest : 0), DUE_FLOW, flow, f->version);
+}
+
+static int path_down(const struct engine *e, const struct flow *f) {
+    for (int hop = 0; hop < f->hops; hop++)
+        if (e->links[f->in->path[hop]].down)
+            return 1;
+    return f->dead;
+}
+
+static void stall(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    if (f->stalled)
+        return;
+    f->stalled = 1;
+    f->retries = 0;
+    f->retry_ns = e->now + e->in->retry_ns;
+    at(e, f->retry_ns, DUE_RETRY, flow, 0);
+}
+
+static struct moved *moved_by(const struct engine *e, const struct message *m) {
+    int32_t row = e->connections[m->connection].slices[m->slice % SLICES].moved;
+    return (struct moved *)e->out->moved.data + row;
+}
+
+static void injection_begins(struct engine *e, const struct flow *f, const struct message *m) {
+    if (m->connection == NONE)
+        return;
+    struct moved *moved = moved_by(e, m);
+    if (moved->first_tx_ns < 0) {
+        moved->first_tx_ns = e->now;
+        moved->first_rx_ns = e->now + f->in->latency_ns + (f->rx > 0 ? f->backlog / f->rx : 0);
+    }
+}
+
+void post_message(struct engine *e, int32_t flow, int32_t connection, uint32_t slice, double bytes) {
+    struct flow *f = &e->flows[flow];
+    int idle = !has_message(f);
+    if (f->last - f->first == f->capacity) {
+        uint32_t capacity = f->capacity ? 2 * f->capacity : 8;
+        struct message *queue = calloc(capacity, sizeof(*queue));
+        if (!queue)
+            abort();
+        for (uint32_t n = f->first; n != f->last; n++)
+            queue[n & (capacity - 1)] = *message(f, n);
+        free(f->queue);
+        f->queue = queue;
+        f->capacity = capacity;
+    }
+    /* A message without data still is a packet. */
+    bytes = bytes < 1 ? 1 : bytes;
+    f->posted += bytes;
+    *message(f, f->last++) = (struct message){connection, slice, bytes, f->posted};
+    if (!idle)
+        return;
+    advance(e, flow);
+    injection_begins(e, f, message(f, f->inject));
+    if (path_down(e, f)) {
+        stall(e, flow);
+    } else if (!f->stalled) {
+        /* The first packet after a lost one makes its receiver ask for that one. */
+        if (f->doomed)
+            at(e, e->now + 2 * f->in->latency_ns, DUE_NAK, flow, 0);
+        dirty_path(e, flow);
+    }
+}
+
+static double draw_loss(struct engine *e, const struct flow *f) {
+    double packets;
+    if (f->loss <= 0)
+        return NEVER;
+    packets = ceil(log(1 - uniform(e)) / log1p(-f->loss));
+    return (packets < 1 ? 1 : packets) * e->in->mtu_bytes;
+}
+
+void set_loss(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    double passes = 1;
+    for (int hop = 0; hop < f->hops; hop++)
+        passes *= 1 - e->in->links[f->in->path[hop]].loss;
+    if (f->loss == 1 - passes)
+        return;
+    advance(e, flow);
+    f->loss = 1 - passes;
+    f->until_loss = draw_loss(e, f);
+    reschedule(e, flow);
+}
+
+/* A packet is lost now: what comes after it is thrown away until it has been sent again. */
+void lose(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    double packet = e->in->mtu_bytes;
+    if (f->doomed)
+        return;
+    f->doomed = 1;
+    f->until_loss = NEVER;
+    f->limit = f->injected - packet > f->delivered ? f->injected - packet : f->delivered;
+    f->meters[1].skip += f->injected - f->limit;
+    for (int hop = 0; hop < f->hops; hop++)
+        if (e->in->links[f->in->path[hop]].loss > 0 && e->in->links[f->in->path[hop]].nic != NONE)
+            e->nics[e->in->links[f->in->path[hop]].nic].counters.lost_packets++;
+    f->retry_ns = e->now + e->in->retry_ns;
+    at(e, f->retry_ns, DUE_RETRY, flow, 0);
+    at(e, e->now + 2 * f->in->latency_ns + (f->rx > 0 ? f->backlog / f->rx : 0), DUE_NAK, flow, 0);
+}
+
+/* Sends again from `position` on. */
+static void rewind_to(struct engine *e, int32_t flow, double position) {
+    struct flow *f = &e->flows[flow];
+    double wrong = f->injected - (f->delivered > position ? f->delivered : position);
+    f->repeat_until = f->injected > f->repeat_until ? f->injected : f->repeat_until;
+    f->waste = f->backlog < wrong ? f->backlog : wrong;
+    f->injected = position;
+    f->doomed = 0;
+    f->limit = NEVER;
+    f->until_loss = draw_loss(e, f);
+    while (f->inject != f->first && message(f, f->inject - 1)->end > position + LEAST_BYTES)
+        f->inject--;
+    dirty_path(e, flow);
+}
+
+void nak_due(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    if (!f->doomed || f->stalled)
+        return;
+    advance(e, flow);
+    /* Without a later packet nobody notices, until the sender's timer runs out. */
+    if (f->injected - f->limit <= e->in->mtu_bytes + LEAST_BYTES)
+        return;
+    see(e, f->in->src_nic, flow, SEEN_NAK, 1);
+    e->nics[f->in->dst_nic].counters.naks_sent++;
+    e->nics[f->in->src_nic].counters.naks_received++;
+    rewind_to(e, flow, f->limit);
+}
+
+void retry_due(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    if (e->now != f->retry_ns || !(f->stalled || f->doomed))
+        return;
+    advance(e, flow);
+    see(e, f->in->src_nic, flow, SEEN_TIMEOUT, 1);
+    e->nics[f->in->src_nic].counters.timeouts++;
+    if (path_down(e, f)) {
+        if (++f->retries > e->in->retry_count)
+            return;
+        f->retry_ns = e->now + e->in->retry_ns;
+        at(e, f->retry_ns, DUE_RETRY, flow, 0);
+        return;
+    }
+    f->stalled = 0;
+    rewind_to(e, flow, f->limit < NEVER ? f->limit : f->delivered);
+}
+
+/* What of it is in the network is gone; the sender's timer runs. */
+void break_flow(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    if (f->first == f->last)
+        return;
+    advance(e, flow);
+    f->backlog = f->waste = 0;
+    stall(e, flow);
+    dirty_path(e, flow);
+}
+
+void set_link_down(struct engine *e, int32_t link, int down) {
+    struct link *l = &e->links[link];
+    int32_t nic = e->in->links[link].nic;
+    l->down = (uint8_t)down;
+    if (nic != NONE && nic < e->in->gpu_count)
+        see(e, nic, NONE, down ? SEEN_PORT_DOWN : SEEN_PORT_UP, 1);
+    for (int32_t flow = 0; down && flow < e->in->flows_count; flow++) {
+        int crosses = 0;
+        for (int hop = 0; hop < e->flows[flow].hops; hop++)
+            crosses |= e->flows[flow].in->path[hop] == link;
+        if (crosses)
+            break_flow(e, flow);
+    }
+}
+
+void background_due(struct engine *e, int32_t row) {
+    const struct background_in *background = &e->in->background[row];
+    struct flow *f = &e->flows[background->flow];
+    f->background = row;
+    if (e->now < background->end_ns && !has_message(f))
+        post_message(e, background->flow, NONE, 0, background->message_bytes);
+}
+
+/* Something that reschedule foresaw has come about. */
+void flow_due(struct engine *e, int32_t flow) {
+    struct flow *f = &e->flows[flow];
+    int began = has_message(f), backlogged = f->backlog > 0;
+    advance(e, flow);
+    while (has_message(f) && f->injected >= message(f, f->inject)->end - LEAST_BYTES) {
+        struct message *m = message(f, f->inject);
+        double packets = m->bytes / e->in->mtu_bytes;
+        f->meters[0].packets += ceil(packets) - packets;
+        f->meters[1].packets += ceil(packets) - packets;
+        if (m->connection != NONE)
+            moved_by(e, m)->last_tx_ns = e->now;
+        f->inject++;
+        if (!has_message(f) && f->background != NONE && e->now < e->in->background[f->background].end_ns)
+            post_message(e, flow, NONE, 0, e->in->background[f->background].message_bytes);
+        else if (has_message(f))
+            injection_begins(e, f, message(f, f->inject));
+    }
+    if (!f->doomed && f->until_loss <= LEAST_BYTES)
+        lose(e, flow);
+    while (f->first != f->inject && f->delivered >= message(f, f->first)->end - LEAST_BYTES) {
+        const struct message *m = message(f, f->first++);
+        if (m->connection != NONE)
+            delivered_part(e, m->connection, m->slice);
+    }
+    if (began != has_message(f) || backlogged != (f->backlog > 0))
+        dirty_path(e, flow);
+    else
+        reschedule(e, flow);
+}
