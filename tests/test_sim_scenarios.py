@@ -87,9 +87,11 @@ def test_what_the_engine_gets_is_in_order_and_names_what_exists(name: str, workl
     assert (made.network.connections["comm"][flows["connection"]] == NONE).all()
     assert (made.network.connections["flow"][flows["connection"]] == background["flow"]).all()
     assert (made.network.flows["path"] < len(made.network.links)).all()
-    # None of a tenant's ends is taken for a NIC of the cluster that is not on its path.
-    outside = flows["src_nic"] >= gpus
-    assert outside.all()
+    # Each end is a NIC of the cluster or one with a link of its own.
+    for flow in flows:
+        path = flow["path"][flow["path"] != NONE]
+        assert made.network.links["nic"][path[0]] == flow["src_nic"] >= gpus
+        assert made.network.links["nic"][path[-1]] == flow["dst_nic"] != NONE
     scenario = SCENARIOS[name]
     assert tuple(fault.kind for fault in made.faults) == scenario.kinds
     assert tuple(fault.scope for fault in made.faults) == scenario.scopes

@@ -31,13 +31,14 @@ def elephants(
     """One endless flow (`ib_write_bw`) for each of `gbps`, from as many NICs outside, over the links `through`.
 
     The flows end at `dst_nic`, or, where that is NONE, at another NIC outside that is never too slow. NICs outside
-    are numbered after those of the cluster, and have no link but the port that sends.
+    are numbered after those of the cluster, and have one link each.
     """
     count, outside = len(gbps), int(max(network.links["nic"].max(), network.flows["dst_nic"].max())) + 1
     ports = np.zeros(count, LINK)
     ports["gbps"], ports["stage"], ports["nic"] = gbps, Stage.SENDER, outside + np.arange(count)
     if dst_nic == NONE:
-        dst_nic = outside + count
+        dst_nic, through = outside + count, [*through, len(network.links) + count]
+        ports = np.append(ports, np.array((sum(gbps), Stage.SWITCH, dst_nic, 0.0), LINK))
     # The engine knows one life of a flow: each window has flows of its own.
     connections = np.zeros(count * len(windows), CONNECTION)
     for name in ("comm", "channel", "src", "dst", "src_proxy", "dst_proxy"):
@@ -46,7 +47,7 @@ def elephants(
     connections["flows"], connections["slots"] = 1, 8
     flows = np.zeros(len(connections), FLOW)
     flows["connection"] = len(network.connections) + np.arange(len(connections))
-    flows["src_nic"] = np.tile(ports["nic"], len(windows))
+    flows["src_nic"] = np.tile(ports["nic"][:count], len(windows))
     flows["dst_nic"], flows["latency_ns"], flows["path"] = dst_nic, _LATENCY_NS, NONE
     flows["udp_sport"] = UDP_SPORTS[0]
     flows["path"][:, 0] = len(network.links) + np.tile(np.arange(count), len(windows))
