@@ -53,8 +53,11 @@ void reschedule(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
     double soonest = NEVER, t;
     f->version++;
+    if (f->first != f->inject && f->delivered >= message(f, f->first)->end - LEAST_BYTES)
+        soonest = 0;
     if (f->tx > 0 && has_message(f)) {
-        soonest = (message(f, f->inject)->end - f->injected) / f->tx;
+        if ((t = (message(f, f->inject)->end - f->injected) / f->tx) < soonest)
+            soonest = t;
         if (!f->doomed && f->until_loss < NEVER && (t = f->until_loss / f->tx) < soonest)
             soonest = t;
     }

@@ -18,7 +18,9 @@ static void close_bin(struct engine *e, int32_t flow, int rx) {
     struct meter *m = &e->flows[flow].meters[rx];
     double bytes = floor(m->bytes + 1e-6), retx = floor(m->retx_bytes + 1e-6), packets = floor(m->packets + 1e-6);
     struct sample *sample;
-    retx = retx < bytes ? retx : bytes;
+    bytes = bytes < 0 ? 0 : bytes;
+    packets = packets < 0 ? 0 : packets;
+    retx = retx < 0 ? 0 : retx < bytes ? retx : bytes;
     if (bytes > 0 || packets > 0 || m->ctl || m->acks) {
         sample = grown(&e->out->samples, sizeof(*sample));
         *sample = (struct sample){flow,

@@ -76,7 +76,7 @@ void dirty_path(struct engine *e, int32_t flow) {
     int active;
     advance(e, flow);
     f->injecting = f->inject != f->last && !f->stalled && !f->dead;
-    active = f->injecting || (f->backlog > 0 && !f->stalled && !f->dead);
+    active = f->injecting || (f->first != f->inject && !f->stalled && !f->dead);
     if (active && !f->active) {
         join(e, flow);
     } else if (!active && f->active) {
