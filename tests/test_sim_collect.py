@@ -383,3 +383,19 @@ def test_clocks_stay_within_what_nodes_state() -> None:
             wall_ns(run.settings, np.arange(40), run.settings.end_ns) - EPOCH_NS - int(run.settings.end_ns)
         )
         assert 0 < np.abs(off_ns).max() <= error_ns
+
+
+def test_channels_are_rings_and_places_are_told_where_memory_is_read(
+    tmp_path: Path, run: Run, plain: Path
+) -> None:
+    channels = table(plain, "channels")
+    assert channels.height == 8 * 2
+    turned = channels.select("channel", rank="ring_next", ring_prev="rank")
+    assert turned.join(channels, on=["channel", "rank", "ring_prev"]).height == channels.height
+    comms = table(plain, "comms").sort("rank")
+    assert comms["local_rank"].to_list() == [0, 1] * 4
+    assert comms["node_index"].to_list() == [0, 0, 1, 1, 2, 2, 3, 3]
+    unread = run.write(tmp_path / "r", options("packets", ["no-comm-memory"]))
+    assert table(unread, "channels").is_empty()
+    assert table(unread, "comms")["local_rank"].null_count() == 8
+    assert table(unread, "ops")["nccl_seq"].null_count() == 8 * 40

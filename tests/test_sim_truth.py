@@ -15,6 +15,7 @@ from pulse_bpf.analysis import operators
 from pulse_bpf.lab.boundaries import compare
 from pulse_bpf.lab.sim.clocks import EPOCH_NS
 from pulse_bpf.lab.sim.model import Kind
+from pulse_bpf.lab.sim.options import options
 
 
 @pytest.fixture(scope="module")
@@ -27,10 +28,22 @@ def plain(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.write(tmp_path_factory.mktemp("plain") / "r")
 
 
-def test_derived_operators_are_those_of_the_truth(tmp_path: Path) -> None:
-    directory = ring_loop(gpus=1).write(tmp_path / "r")
+@pytest.mark.parametrize("conditions", [[], ["no-clock-sync"]])
+def test_derived_operators_are_those_of_the_truth(tmp_path: Path, conditions: list[str]) -> None:
+    """Each node's own clock tells both."""
+    chosen = options("packets", conditions)
+    directory = ring_loop(gpus=1, clock=chosen).write(tmp_path / "r", chosen)
     near = compare(operators([directory]), table(directory, "truth_operators"))
     assert near.true == near.found == near.starts_within_1 == near.ends_within_1 == 2 * 4 * 40
+
+
+def test_operators_are_numbered_by_the_calls_that_were_seen(tmp_path: Path) -> None:
+    chosen = options("packets", ["lost-calls"])
+    directory = ring_loop(gpus=1, seconds=0.4).write(tmp_path / "r", chosen)
+    truth = table(directory, "truth_operators")
+    near = compare(operators([directory]), truth)
+    assert 0 < truth["op_seq"].null_count() == truth.height - near.true
+    assert near.true == near.found == near.starts_within_1
 
 
 def test_truth_operators_are_what_was_moved_by_the_owners_of_the_queue_pairs(plain: Path) -> None:
