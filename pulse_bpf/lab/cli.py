@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
+from pulse_bpf.lab import evaluate, simulate
 
 
 def add_commands(verbs: Any) -> None:
@@ -55,6 +56,9 @@ def add_commands(verbs: Any) -> None:
     )
     replay.add_argument("--seconds", type=_positive, metavar="S", help="only the first S seconds of it")
     replay.set_defaults(func=_as_root(_replay))
+
+    simulate.add_commands(commands)
+    evaluate.add_commands(commands)
 
 
 def _as_root(verb: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:

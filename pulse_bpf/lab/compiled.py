@@ -14,10 +14,11 @@ from pulse_bpf.errors import HostError
 def compiled(sources: Sequence[Path], cache: Path, command: Sequence[str], needs: str) -> Path:
     """What `command` makes of `sources`, kept in `cache` for as long as none of it changes.
 
-    `sources` begin with the one to name it after and include headers; `command` is the compiler with options and libraries, `needs` the packages to install. HostError when
-    compiling fails.
+    `sources` begin with the one to name it after and include headers; `command` is the compiler with options
+    and libraries, `needs` the packages to install. HostError when compiling fails.
     """
-    digest = hashlib.sha256(b"".join([*(each.read_bytes() for each in sources), " ".join(command).encode()])).hexdigest()
+    content = b"".join(source.read_bytes() for source in sources) + " ".join(command).encode()
+    digest = hashlib.sha256(content).hexdigest()
     suffix = ".so" if "-shared" in command else ""
     product = cache / f"{sources[0].stem}-{digest[:16]}{suffix}"
     if product.exists():
@@ -33,7 +34,13 @@ def compiled(sources: Sequence[Path], cache: Path, command: Sequence[str], needs
         libraries = [part for part in command if part.startswith("-l")]
         options = [part for part in command if part not in libraries]
         subprocess.run(
-            [*options, "-o", str(partial), *(str(each) for each in sources if each.suffix == ".c"), *libraries],
+            [
+                *options,
+                "-o",
+                str(partial),
+                *(str(each) for each in sources if each.suffix == ".c"),
+                *libraries,
+            ],
             check=True,
             capture_output=True,
             text=True,

@@ -1,6 +1,8 @@
 /* One direction of a channel between two GPUs: slices in order, slots of credit, the two proxy threads. */
 #include "engine.h"
 
+#include <math.h>
+
 static int on_network(const struct connection *c) {
     return c->in->flows > 0;
 }
@@ -82,7 +84,7 @@ void fill_slice(struct engine *e, int32_t connection, double bytes, int32_t call
     }
     if (c->sender_call != call) {
         struct moved *moved = grown(&e->out->moved, sizeof(*moved));
-        *moved = (struct moved){call, NONE, connection, 0, -1, -1, -1, -1};
+        *moved = (struct moved){call, NONE, connection, 0, NAN, NAN, NAN, NAN};
         c->sender_call = call;
         c->moved = (int32_t)(e->out->moved.count - 1);
     }

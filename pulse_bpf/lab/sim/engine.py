@@ -30,14 +30,26 @@ from pulse_bpf.lab.sim.model import (
 _HERE = Path(__file__).parent
 _PARTS = ("engine.c", "meter.c", "flows.c", "sharing.c", "connections.c", "kernels.c", "hosts.c", "engine.h")
 SOURCES = [_HERE / name for name in _PARTS]
-# Without fused multiply-add, so that the same seed gives the same bytes on every machine.
-# Symbolic: glibc has an `advance` of its own.
-_COMPILE = ("gcc", "-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-Bsymbolic", "-lm")
+# Without fused multiply-add, so that the same seed gives the same bytes on every machine; symbolic, since glibc
+# has an `advance` of its own.
+_OPTIONS = ("-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-Bsymbolic")
+_COMPILE = ("gcc", *_OPTIONS, "-lm")
 # Ethernet with its gap and preamble 38, IPv4 20, UDP 8, base transport header 12, ICRC 4.
 _PACKET_OVERHEAD_BYTES = 82
 
 _ARRAYS = (
-    *("links", "flows", "connections", "comms", "comm_gpus", "places", "pairs", "tasks", "first_task", "calls"),
+    *(
+        "links",
+        "flows",
+        "connections",
+        "comms",
+        "comm_gpus",
+        "places",
+        "pairs",
+        "tasks",
+        "first_task",
+        "calls",
+    ),
     *("changes", "pauses", "background", "clocks"),
 )
 _COUNTS = ("links", "flows", "connections", "comms", "tasks", "calls", "changes", "pauses", "background")
@@ -89,10 +101,19 @@ def run(
     links["gbps"] *= cluster.path_mtu / (cluster.path_mtu + _PACKET_OVERHEAD_BYTES)
     gpus = cluster.nodes * cluster.gpus
     given = {
-        **{"links": links, "flows": network.flows, "connections": network.connections, "comms": network.comms},
-        **{"comm_gpus": network.comm_gpus, "places": network.places, "pairs": network.pairs},
-        **{"tasks": job.tasks, "first_task": job.first_task, "calls": calls},
-        **{"changes": incident.changes, "pauses": incident.pauses, "background": incident.background},
+        "links": links,
+        "flows": network.flows,
+        "connections": network.connections,
+        "comms": network.comms,
+        "comm_gpus": network.comm_gpus,
+        "places": network.places,
+        "pairs": network.pairs,
+        "tasks": job.tasks,
+        "first_task": job.first_task,
+        "calls": calls,
+        "changes": incident.changes,
+        "pauses": incident.pauses,
+        "background": incident.background,
         "clocks": settings.clocks,
     }
     given = {name: np.ascontiguousarray(array) for name, array in given.items()}

@@ -99,7 +99,7 @@ static void injection_begins(struct engine *e, const struct flow *f, const struc
     if (m->connection == NONE)
         return;
     struct moved *moved = moved_by(e, m);
-    if (moved->first_tx_ns < 0) {
+    if (isnan(moved->first_tx_ns)) {
         moved->first_tx_ns = e->now;
         moved->first_rx_ns = e->now + f->in->latency_ns + (f->rx > 0 ? f->backlog / f->rx : 0);
     }

@@ -217,7 +217,7 @@ COUNTER = np.dtype(
 )
 CALL_TIMES = np.dtype([("call_ns", "f8"), ("start_ns", "f8"), ("end_ns", "f8")])  # NaN: never
 TASK_TIMES = np.dtype([("start_ns", "f8"), ("end_ns", "f8")])
-# What one call moved over one connection; `call` of the sender, `recv_call` of the receiver.
+# What one call moved over one connection; `call` of the sender, `recv_call` of the receiver. NaN: never.
 MOVED = np.dtype(
     [
         ("call", "i4"),
@@ -271,7 +271,7 @@ class Job:
     """What each GPU's process does: rank-major tasks and the calls they make.
 
     `tasks` of GPU g are [first_task[g] : first_task[g + 1]]. `comm_members` names each communicator's GPUs by
-    rank. `roles` has a row of numbers per GPU: position in the data, tensor, pipeline, expert group.
+    rank.
     """
 
     tasks: Array

@@ -1,0 +1,119 @@
+"""One simulation from its name to its files: a recording, and the truth about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pulse_bpf.errors import UsageError
+from pulse_bpf.lab.sim import collect, engine, nccl, twins, workloads
+from pulse_bpf.lab.sim.clocks import clocks
+from pulse_bpf.lab.sim.fabric import Fabric
+from pulse_bpf.lab.sim.faults import Fault
+from pulse_bpf.lab.sim.model import Cluster, Result, Settings
+from pulse_bpf.lab.sim.options import options
+from pulse_bpf.lab.sim.scenarios import SCENARIOS, moved, prepare
+from pulse_bpf.lab.sim.situation import Prepared
+from pulse_bpf.lab.sim.tuning import NcclOptions
+from pulse_bpf.lab.sim.workloads.configurations import Size
+
+HEALTHY = "healthy"
+# The job runs for so long before the recording begins, which does not wait for the start of an iteration.
+_BEFORE_NS = (100e6, 200e6)
+
+
+def simulate(
+    scenario: str,
+    output: Path,
+    *,
+    seed: int,
+    nodes: int = 8,
+    gpus: int = 8,
+    workload: str | None = None,
+    severity: float | None = None,
+    onset: str | None = None,
+    bin_us: int = 32,
+    seconds: float = 1.0,
+    source: str = "packets",
+    conditions: Sequence[str] = (),
+    scale: float | None = None,
+) -> None:
+    """Writes `scenario`, recorded for `seconds`, into `output`; None stands for the scenario's own default.
+
+    The same arguments give the same recording. `scale` is that of workloads.Size. UsageError for names that there
+    are not and for what does not fit together, HostError when the engine cannot be compiled or nothing written.
+    """
+    if scenario not in SCENARIOS:
+        raise UsageError(f"there is no scenario {scenario}", "", "See what there is: pulse lab scenarios")
+    chosen = SCENARIOS[scenario]
+    workload = chosen.workload if workload is None else workload
+    collecting = options(source, conditions)
+    cluster = Cluster(nodes=nodes, gpus=gpus)
+    fabric = Fabric(cluster)
+    rng = np.random.default_rng(seed)
+    record_ns = float(np.rint(rng.uniform(*_BEFORE_NS)))
+    end_ns = record_ns + seconds * 1e9
+    job = workloads.build(workload, cluster, size=Size(scale=scale), seconds=end_ns / 1e9, rng=rng)
+    tuning = NcclOptions(algorithm=workloads.WORKLOADS[workload].algorithm)
+    network, calls = nccl.build(cluster, fabric, job, rng, tuning)
+    found_clocks, _ = clocks(cluster, collecting, rng)
+    settings = Settings(seed, end_ns, record_ns, bin_us * 1000, found_clocks)
+    # Scenarios share the chance up to here, so that a healthy run is each one's twin.
+    chance = int(rng.integers(2**63))
+
+    def prepared(name: str, severity: float, onset: str) -> Prepared:
+        return prepare(
+            SCENARIOS[name],
+            cluster,
+            fabric,
+            network,
+            job,
+            calls,
+            np.random.default_rng(chance),
+            severity=severity,
+            onset=onset,
+            record_ns=record_ns,
+            end_ns=end_ns,
+        )
+
+    def run(what: Prepared) -> Result:
+        return engine.run(what.network, what.job, what.calls, what.incident, settings, cluster)
+
+    faulty = prepared(scenario, severity or chosen.severity, onset or chosen.onsets[0])
+    result = run(faulty)
+    found = [asdict(fault) for fault in faulty.faults]
+    if any(fault.scope != "workload" for fault in faulty.faults):
+        twin = run(prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0]))
+        for told, fault in zip(found, faulty.faults, strict=True):
+            told["effect"] = twins.effect(fault, result, twin, faulty, cluster)
+        elsewhere = moved(faulty)
+        if elsewhere is not None and twins.alike(result, run(replace(faulty, incident=elsewhere))):
+            found[0]["indistinguishable_from"] = [_other_end(faulty.faults[0], cluster)]
+    truth = {
+        "scenario": scenario,
+        "seed": seed,
+        "healthy": all(fault.scope == "workload" for fault in faulty.faults),
+        "workload": workload,
+        "faults": found,
+    }
+    collect.write(
+        output,
+        result,
+        faulty.network,
+        faulty.job,
+        faulty.calls,
+        cluster,
+        settings,
+        collecting,
+        truth,
+        faulty.incident,
+    )
+
+
+def _other_end(fault: Fault, cluster: Cluster) -> dict[str, Any]:
+    assert fault.peer_nic is not None
+    return {"scope": "nic", "node": fault.peer_nic // cluster.gpus, "nic": fault.peer_nic}

@@ -1,0 +1,125 @@
+"""What a fault did, by runs of the same job without it or with it somewhere else."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+
+from pulse_bpf.lab.sim.faults import Fault
+from pulse_bpf.lab.sim.model import NONE, Cluster, Result, Seen
+from pulse_bpf.lab.sim.situation import Prepared
+
+# Of what is indistinguishable no sample differs by more.
+_ALIKE = 0.02
+_QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
+_COUNTERS = ("tx_pause_ns", "rx_pause_ns", "cnp_sent", "cnp_handled", "naks_sent", "timeouts", "lost_packets")
+
+
+def effect(
+    fault: Fault, faulty: Result, healthy: Result, prepared: Prepared, cluster: Cluster
+) -> float | None:
+    """How many times as long operators of the victim were under way because of the fault; None: some never ended.
+
+    An operator is under way from the first member's entering it to the last one's leaving. Taken are those that
+    began while the fault was there (from `start_ns` to `end_ns`, in both runs) in communicators that the victim,
+    a GPU, a node or the flows that share a port, belongs to; the sums of both runs are compared.
+    """
+    frame = pl.DataFrame(
+        {
+            "comm": prepared.calls["comm"],
+            "rank": prepared.calls["rank"],
+            "faulty_start": faulty.call_times["start_ns"],
+            "faulty_end": faulty.call_times["end_ns"],
+            "healthy_start": healthy.call_times["start_ns"],
+            "healthy_end": healthy.call_times["end_ns"],
+        }
+    )
+    seq = pl.int_range(pl.len()).over("comm", "rank")
+    gathered = (
+        frame.with_columns(seq=seq)
+        .filter(pl.col("comm").is_in(_touched(fault, prepared, cluster)))
+        .group_by("comm", "seq")
+        .agg(
+            faulty=pl.col("faulty_end").max() - pl.col("faulty_start").min(),
+            healthy=pl.col("healthy_end").max() - pl.col("healthy_start").min(),
+            started=pl.col("faulty_start").min(),
+            ended=pl.col("faulty_end").is_not_nan().all(),
+            compared=pl.col("healthy_end").is_not_nan().all(),
+        )
+    )
+    end_ns = np.inf if fault.end_ns is None else fault.end_ns
+    during = gathered.filter(pl.col("started").is_between(fault.start_ns, end_ns) & pl.col("compared"))
+    if fault.kind in ("hang", "crash", "mismatch") or (
+        fault.end_ns is None and _has_stopped(faulty, healthy)
+    ):
+        return None
+    both = during.filter(pl.col("ended"))
+    if both.is_empty():
+        return 1.0
+    return float(both["faulty"].sum() / both["healthy"].sum())
+
+
+def _has_stopped(faulty: Result, healthy: Result) -> bool:
+    """The job's progress ended long before the run did, and would not have."""
+    idle_ns, usual_ns = (
+        each.ended_ns - float(np.nanmax(each.task_times["end_ns"], initial=0.0)) for each in (faulty, healthy)
+    )
+    return idle_ns > 0.2 * faulty.ended_ns > 2 * usual_ns
+
+
+def _touched(fault: Fault, prepared: Prepared, cluster: Cluster) -> list[int]:
+    if fault.flows:
+        connections = prepared.network.flows["connection"][list(fault.flows)]
+        comms = prepared.network.connections["comm"][connections]
+        return [int(comm) for comm in np.unique(comms[comms != NONE])]
+    members = prepared.job.comm_members
+    if fault.node is None:
+        return list(range(len(members)))
+    of_node = range(fault.node * cluster.gpus, (fault.node + 1) * cluster.gpus)
+    victims = set(of_node) if fault.gpu is None else {fault.gpu}
+    return [number for number, gpus in enumerate(members) if victims & set(gpus)]
+
+
+def alike(one: Result, other: Result) -> bool:
+    """Whether nothing that a recording holds tells the runs apart: each queue pair's curves at both ends by
+    their quantiles, each port's counters, and which queue pairs had which events."""
+    for name in _COUNTERS:
+        if _differ(_last(one, name), _last(other, name)):
+            return False
+    for kind in Seen:
+        counts = (
+            np.bincount(each.events["flow"][each.events["kind"] == kind] + 1, minlength=1)
+            for each in (one, other)
+        )
+        mine, others = next(counts), next(counts)
+        size = max(len(mine), len(others))
+        if _differ(np.pad(mine, (0, size - len(mine))), np.pad(others, (0, size - len(others)))):
+            return False
+    curves = _curves(one).join(_curves(other), on=["flow", "rx"], how="full", suffix="_other")
+    values = [name for name in curves.columns if name.startswith("q") and not name.endswith("_other")]
+    differ = [
+        (pl.col(name).fill_null(0) - pl.col(f"{name}_other").fill_null(0)).abs()
+        > _ALIKE * pl.col("peak").fill_null(0)
+        for name in values
+    ]
+    return not bool(curves.select(pl.any_horizontal(differ).any()).item())
+
+
+def _differ(one: np.ndarray, other: np.ndarray) -> bool:
+    most = max(one.max(initial=0), other.max(initial=0))
+    return bool(most > 0 and np.abs(one.astype(float) - other.astype(float)).max() > _ALIKE * most)
+
+
+def _last(result: Result, name: str) -> np.ndarray:
+    counters = result.counters
+    return np.asarray(counters[name][counters["t_ns"] == counters["t_ns"].max()])
+
+
+def _curves(result: Result) -> pl.DataFrame:
+    samples = pl.DataFrame({name: result.samples[name] for name in ("flow", "rx", "bytes")})
+    quantiles = [pl.col("bytes").quantile(q).alias(f"q{q}") for q in _QUANTILES]
+    return samples.group_by("flow", "rx").agg(
+        *quantiles,
+        (pl.col("bytes").sum() / pl.len()).alias("q_mean"),
+        pl.col("bytes").quantile(0.99).alias("peak"),
+    )
