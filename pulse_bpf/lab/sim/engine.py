@@ -159,4 +159,5 @@ def _copied(array: _Array, dtype: np.dtype[np.void]) -> Array:
     if not array.count:
         return np.zeros(0, dtype)
     data = (ctypes.c_char * (array.count * dtype.itemsize)).from_address(array.data)
-    return np.frombuffer(data, dtype).copy()
+    copied: Array = np.frombuffer(data, dtype).copy()
+    return copied

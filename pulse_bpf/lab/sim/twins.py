@@ -56,7 +56,7 @@ def effect(
     both = during.filter(pl.col("ended"))
     if both.is_empty():
         return 1.0
-    return float(both["faulty"].sum() / both["healthy"].sum())
+    return float(both["faulty"].to_numpy().sum() / both["healthy"].to_numpy().sum())
 
 
 def _has_stopped(faulty: Result, healthy: Result) -> bool:
