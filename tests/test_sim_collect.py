@@ -308,7 +308,7 @@ def test_events_name_the_end_that_saw_them_and_the_bin(tmp_path: Path, run: Run)
     ]
     down = (20e6, 2, NONE, int(Seen.PORT_DOWN), 1)
     timeout = (30e6, int(flow["src_nic"]), 4, int(Seen.TIMEOUT), 1)
-    directory = with_events(run, *seen, down, timeout).write(tmp_path / "r")
+    directory = with_events(run, *seen, down, down, timeout).write(tmp_path / "r")
     events = table(directory, "events")
     qps = table(directory, "qps")
     assert sorted(events["kind"]) == ["cnp", "nak", "port_down"]
@@ -320,6 +320,7 @@ def test_events_name_the_end_that_saw_them_and_the_bin(tmp_path: Path, run: Run)
     # What only a port's counters show has the time of their reading.
     (row,) = events.filter(pl.col("kind") == "port_down").iter_rows(named=True)
     assert (row["node"], row["nic"], row["t_ns"]) == ("node1", "mlx5_0", EPOCH_NS + 100_000_000)
+    assert row["value"] == 1
     other = with_events(run, *seen).write(tmp_path / "p", options("pcc", []))
     assert set(table(other, "events")["t_ns"]) == {EPOCH_NS}
     assert not (

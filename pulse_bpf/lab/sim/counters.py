@@ -114,8 +114,10 @@ def _link_events(
             "kind": pl.Series(chosen["kind"]).replace_strict(kinds, return_dtype=pl.String),
         }
     )
+    # A port is two links, one each way, which go down as one.
     return (
-        seen.sort("true_ns")
+        seen.unique()
+        .sort("true_ns")
         .join_asof(
             readings.select(*_PORT, "nic_number", "true_ns", "t_ns").sort("true_ns"),
             on="true_ns",
