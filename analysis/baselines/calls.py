@@ -43,7 +43,9 @@ def timed(calls: pl.LazyFrame | None) -> pl.LazyFrame:
     `duration_ns`: from its kernel's start to its end, so that waiting for the others is part of it, as in what
     CUDA events, CUPTI or a patched library measure; `compute_ns`: what the GPU did before it outside of calls, from
     the end of everything earlier to its start. Both are null for a call that never ended. `size`: bytes of a
-    collective, null for point-to-point calls, whose sizes vary with what is routed. `role`: equal for processes that
+    collective, null for point-to-point calls, whose sizes vary with what is routed. `seq`
+    becomes the number among the collectives, or the others, of the process on the communicator, which of collectives
+    is the same on all ranks, since calls are known from where the job begins. `role`: equal for processes that
     make the same kinds and sizes of calls. Durations need no common clock.
     DataError without calls: a recording alone does not have these times.
     """
@@ -61,6 +63,7 @@ def timed(calls: pl.LazyFrame | None) -> pl.LazyFrame:
         .sort(*PROCESS, pl.coalesce("start_ns", "call_ns"), "call_ns", "comm_id", "seq", nulls_last=True)
         .with_columns(
             size=size,
+            seq=pl.col("seq").rank("ordinal").over(*PROCESS, "comm_id", size.is_null()),
             duration_ns=pl.col("end_ns") - pl.col("start_ns"),
             compute_ns=(pl.col("start_ns") - pl.col("end_ns").cum_max().shift(1).over(PROCESS)).clip(0),
             role=called.unique().sort().implode().list.join(", ").over(PROCESS),
@@ -69,15 +72,8 @@ def timed(calls: pl.LazyFrame | None) -> pl.LazyFrame:
 
 
 def collectives(calls: pl.LazyFrame | None) -> pl.LazyFrame:
-    """The rows of `timed` that are collectives; `seq` is their number among those of the process on the communicator.
-
-    It names one operator on all ranks, since `calls` begin where the job does.
-    """
-    return (
-        timed(calls)
-        .filter(~pl.col("kind").is_in(POINT_TO_POINT), pl.col("comm_id").is_not_null())
-        .with_columns(seq=pl.col("seq").rank("ordinal").over(*PROCESS, "comm_id"))
-    )
+    """The rows of `timed` that are collectives: OPERATOR names one on all ranks."""
+    return timed(calls).filter(pl.col("size").is_not_null(), pl.col("comm_id").is_not_null())
 
 
 def stopped(calls: pl.LazyFrame | None, recording: Recording) -> pl.LazyFrame:

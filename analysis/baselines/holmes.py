@@ -5,12 +5,12 @@ are abnormal, a member with a normal one is whom the others waited for; from it 
 was in before, through collectives and along the pipeline, until there is no abnormal operator. Evidence from
 irregular iterations is put together into a ranking; slow-downs below 1.04 are not found.
 Our reading: without labels, an operator is abnormal when it is a tenth and four deviations longer than the lower
-quartile of its own history, or than the median of that over the groups in the same position, whichever is shorter; the
-deviation is that of the shorter half, which is normal. A normal member is passed over where it waited in its own
-previous operator: that one has its own vote. An operator that is abnormal on all members votes for all of them. A vote
-weighs what was lost. The first of the ranking is named with most of the votes, when what is voted on is at least 4 %
-of the time; a group that way if no member is. Only collectives are looked at: how long a call along a pipeline waits
-differs with its place in the schedule, which takes labels to know.
+quartile of its own history, or than the median of that over the groups in the same position, whichever is shorter, and
+at least half as much longer as on the member with most; the deviation is that of the shorter half, which is normal. A
+normal member is passed over where it waited half as long itself, in anything since its last operator in the group:
+that has votes of its own, but for calls along a pipeline, as whom they waited for takes their place in the schedule to
+know. An operator that is abnormal on all members votes for all of them. A vote weighs what was lost. The first of the
+ranking is named with most of the votes, when what is voted on is at least 4 % of the time; a group if no member is.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pulse_bpf.analysis.baselines.calls import (
     PROCESS,
     accuse,
     accuse_group,
-    collectives,
     culprit,
+    timed,
     verdict,
     window,
 )
@@ -37,7 +37,7 @@ SLOWER, DEVIATIONS, FLOOR = 1.1, 4.0, 0.04
 
 
 def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
-    rows = marked(collectives(calls))
+    rows = marked(timed(calls))
     window_ns = window(rows)
     votes = cast(rows).collect()
     groups = votes.filter("whole").group_by("comm_id").agg(pl.col("weight").sum())
@@ -66,7 +66,8 @@ def _share(some: pl.DataFrame, votes: pl.DataFrame) -> float:
 
 
 def marked(rows: pl.LazyFrame) -> pl.LazyFrame:
-    """`rows` with `abnormal`, the `excess_ns` over a normal duration, and `waited` (abnormal before that)."""
+    """`rows` with `abnormal`, `excess_ns` over a normal duration, and `waited_ns`, the abnormal excess of all
+    operators of the process since its last on the communicator."""
     own = [*PROCESS, "comm_id", "kind", "size"]
     position = ["ranks", "nodes", "kind", "size"]
     return (
@@ -85,22 +86,33 @@ def marked(rows: pl.LazyFrame) -> pl.LazyFrame:
         .with_columns(
             abnormal=(pl.col("duration_ns") > SLOWER * pl.col("normal_ns"))
             & (pl.col("excess_ns") > DEVIATIONS * pl.col("deviation_ns"))
+            & (
+                pl.col("size").is_null()
+                | (pl.col("excess_ns") > pl.col("excess_ns").max().over(OPERATOR, "size") / 2)
+            )
         )
-        .with_columns(waited=pl.col("abnormal").shift(1).over(PROCESS).fill_null(False))
+        .with_columns(
+            total_ns=pl.when("abnormal").then("excess_ns").otherwise(0.0).cum_sum().over(PROCESS),
+        )
+        .with_columns(
+            waited_ns=pl.col("total_ns").shift(1, fill_value=0.0).over(PROCESS)
+            - pl.col("total_ns").shift(1, fill_value=0.0).over(*PROCESS, "comm_id", pl.col("size").is_null())
+        )
     )
 
 
 def cast(rows: pl.LazyFrame) -> pl.LazyFrame:
-    """Who is voted for by which operator: the rows of `marked` with `weight`, and whether the `whole` group is."""
+    """Who is voted for by which collective: the rows of `marked` with `weight`, and whether the `whole` group is."""
     normal = (~pl.col("abnormal")).sum().over(OPERATOR)
     return (
-        rows.with_columns(
+        rows.filter(pl.col("size").is_not_null(), pl.col("comm_id").is_not_null())
+        .with_columns(
             normal=normal, members=pl.len().over(OPERATOR), excess_ns=pl.col("excess_ns").max().over(OPERATOR)
         )
         .with_columns(whole=pl.col("normal") == 0)
         .filter(
             (pl.col("normal") <= pl.col("members") / 2)
-            & (pl.col("whole") | (~pl.col("abnormal") & ~pl.col("waited")))
+            & (pl.col("whole") | (~pl.col("abnormal") & (pl.col("waited_ns") < pl.col("excess_ns") / 2)))
         )
         .with_columns(weight=pl.col("excess_ns") / pl.when("whole").then("members").otherwise("normal"))
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis.baselines.calls import OPERATOR, accuse, collectives, culprit, verdict, window
+from pulse_bpf.analysis.baselines.calls import OPERATOR, accuse, collectives, culprit, timed, verdict, window
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.load import Recording
 
@@ -20,7 +20,7 @@ SHORT, MIN_FLAGS = 0.10, 3
 
 
 def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
-    window_ns = window(collectives(calls))
+    window_ns = window(timed(calls))
     flags = (
         collectives(calls)
         .drop_nulls("duration_ns")
