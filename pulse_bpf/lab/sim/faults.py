@@ -140,12 +140,12 @@ def port_down(links: Sequence[int], start_ns: float) -> Incident:
 
 
 def lossy_link(network: Network, link: int, severity: float, windows: Floats) -> Incident:
-    """A cable with bit errors, as `tc netem loss` stands for: severity - 1 of 2,000 packets are lost.
+    """A cable with bit errors, as `tc netem loss` stands for: severity - 1 of 200 packets are lost.
 
     What that costs depends on the card's recovery, so severity is only of the order of the slow-down.
     """
     return _changed(
-        Target.LINK_LOSS, [link], (severity - 1) / 2000, windows, normal=float(network.links["loss"][link])
+        Target.LINK_LOSS, [link], (severity - 1) / 200, windows, normal=float(network.links["loss"][link])
     )
 
 

@@ -11,6 +11,7 @@ from pulse_bpf.lab.sim import faults
 from pulse_bpf.lab.sim.fabric import flows_over
 from pulse_bpf.lab.sim.model import NONE, Executor, Incident, Stage
 from pulse_bpf.lab.sim.paths import between_spines, put_together, rivals
+from pulse_bpf.lab.sim.placement import scattered
 from pulse_bpf.lab.sim.situation import Prepared, Situation, nothing_to_hit
 from pulse_bpf.lab.sim.tenants import congested, elephants
 from pulse_bpf.lab.sim.victims import busy, link_bytes
@@ -18,8 +19,7 @@ from pulse_bpf.lab.sim.victims import busy, link_bytes
 Build = Callable[[Situation], Prepared]
 OnVictim = Callable[[Situation, int], Incident]
 
-# Flows to look at for one that many others can be put together with.
-_TRIED = 50
+# Of the job's NICs that a light tenant sends to.
 _TENANT_NICS = 8
 
 
@@ -183,23 +183,25 @@ def congestion(situation: Situation) -> Prepared:
 def path_collision(situation: Situation) -> Prepared:
     """As many elephants as severity says on one port between switches: the job's own where they are there from
     the start, for a path does not change while a connection lives, else tenants' that come and go."""
+    wanted, from_start = round(situation.severity) - 1, situation.windows[0, 0] == 0
+    if from_start:
+        situation = scattered(situation)
     network, rng = situation.network, situation.rng
     far = between_spines(network, situation.carried)
     if not len(far):
         raise nothing_to_hit("no heavy flow of this workload leaves its leaf switch")
-    wanted, continuous = round(situation.severity) - 1, situation.windows[0, 0] == 0
-    groups = [(flow, rivals(network, situation.fabric, flow, far)) for flow in rng.permutation(far)[:_TRIED]]
-    flow, others = max(groups, key=lambda group: min(len(group[1]), wanted))
-    if continuous and len(others):
+    flow = int(rng.choice(far))
+    if from_start:
+        others = rivals(network, situation.fabric, flow, far)
+        if not len(others):
+            raise nothing_to_hit("no two heavy flows of this workload can share an uplink")
         others = rng.choice(others, min(wanted, len(others)), replace=False)
         network, incident = put_together(network, situation.fabric, flow, others, rng), Incident()
     else:
-        port = int(network.flows["path"][flow, 2])
-        others = np.zeros(0, np.int32)
+        port, others = int(network.flows["path"][flow, 2]), np.zeros(0, np.int32)
         gbps = [float(network.links["gbps"][port])] * wanted
         network, incident = elephants(network, [port], NONE, gbps, situation.windows)
-    shared = tuple(sorted([int(flow), *others.tolist()]))
-    fault = situation.fault("path-collision", "network", flows=shared)
+    fault = situation.fault("path-collision", "network", flows=(flow, *map(int, others)))
     return replace(situation.with_incident(incident, fault), network=network)
 
 

@@ -11,7 +11,7 @@ from pulse_bpf.lab.sim.situation import Prepared, Situation, nothing_to_hit
 
 _COLLECTIVES = (Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER)
 # An iteration lasts longer than what is sure of it: of the time wanted, where the iteration to change is sought.
-_EARLY = 0.7
+_EARLY = 0.5
 
 
 def skipped(situation: Situation) -> Prepared:
@@ -33,19 +33,6 @@ def skipped(situation: Situation) -> Prepared:
     tasks["call"][task], tasks["calls"][task] = NONE, 0
     fault = situation.fault("mismatch", "node", gpu=gpu, call=int(calls[place + 1]))
     return replace(situation.with_incident(Incident(), fault), job=replace(job, tasks=tasks))
-
-
-def other_size(situation: Situation) -> Prepared:
-    """A rank reduces twice as many elements as the others in one collective call."""
-    gpu, calls = _calls_in_time(situation)
-    call = int(situation.rng.choice(calls))
-    asked, planned = situation.job.calls.copy(), situation.calls.copy()
-    for rows in (asked, planned):
-        rows["count"][call] *= 2
-        rows["bytes"][call] *= 2
-    fault = situation.fault("mismatch", "node", gpu=gpu, call=call)
-    prepared = situation.with_incident(Incident(), fault)
-    return replace(prepared, job=replace(situation.job, calls=asked), calls=planned)
 
 
 def _calls_in_time(situation: Situation) -> tuple[int, Ints]:

@@ -20,8 +20,10 @@ from pulse_bpf.lab.sim.victims import flow_bytes
 
 CONTINUOUS, INTERMITTENT, LATE = "continuous", "intermittent", "late"
 ALWAYS = (CONTINUOUS, INTERMITTENT, LATE)
-RINGS = ("dp", "fsdp", "megatron", "loops")
-ANY = (*RINGS, "megatron-interleaved", "moe", "moe-alltoall", "context", "neighbour")
+ANY = (
+    *("dp", "fsdp", "loops", "dp-tree", "megatron", "megatron-interleaved"),
+    *("moe", "moe-alltoall", "context", "neighbour"),
+)
 # Of the recorded time: when a fault of late onset begins, and how long an intermittent one stays and is away.
 _LATE = (0.4, 0.6)
 _INTERMITTENT = (0.1, 0.25)
@@ -237,7 +239,7 @@ _ALL = (
         ("nic",),
         injections.on_port("lossy-link", False, injections.lossy),
         severity=3.0,
-        meaning="of 2,000 packets one is lost for each 1 above 1",
+        meaning="of 200 packets one is lost for each 1 above 1",
     ),
     Scenario(
         "congestion",
@@ -255,7 +257,7 @@ _ALL = (
         ("path-collision",),
         ("network",),
         injections.path_collision,
-        ("neighbour", "context", "moe", "moe-alltoall", "dp", "fsdp", "loops"),
+        ("fsdp", "loops", "context"),
         severities=(2.0, 4.0),
         meaning="how many there are (rounded)",
     ),
@@ -267,7 +269,7 @@ _ALL = (
         ("nic",),
         injections.pause_storm,
         severity=3.0,
-        meaning="what arrives takes so many times as long on average",
+        meaning="what arrives takes so many times as long, before congestion control reacts to it",
     ),
     _stops(
         "hang-before",
@@ -285,7 +287,15 @@ _ALL = (
         "node",
         injections.on_gpu("hang", "node", injections.stopped(Executor.HOST, Executor.PROXY)),
     ),
-    _stops("mismatch", "S12c", "a rank skips a collective", "mismatch", "node", mismatch.skipped, RINGS[:-1]),
+    _stops(
+        "mismatch",
+        "S12c",
+        "a rank skips a collective",
+        "mismatch",
+        "node",
+        mismatch.skipped,
+        ("fsdp", "megatron"),
+    ),
     _stops(
         "hang-kernel",
         "S12b",
@@ -301,15 +311,6 @@ _ALL = (
         "crash",
         "node",
         injections.on_gpu("crash", "node", injections.killed),
-    ),
-    _stops(
-        "mismatch-size",
-        "S12c",
-        "a rank reduces twice as many elements",
-        "mismatch",
-        "node",
-        mismatch.other_size,
-        RINGS,
     ),
     _stops(
         "nic-down", "S7", "the NIC's port goes down and stays so", "nic-down", "nic", injections.port_down
