@@ -7,7 +7,8 @@ slowly, and one whose requests take more than 1.5 times the mean communicates to
 Our reading: requests are not in a recording. Their rate is stood for by the byte-weighted median bin of what the NIC
 sends, which is the rate of a request where bins are no longer than one lasts; whether they complete is unknown, so a
 stop after equal launches goes to all that wait, and so does a slow-down that is spread over several machines; nothing
-is named where that is every machine.
+is named where that is every machine. A group of all ranks beside smaller ones is not compared: its members play
+different parts.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pulse_bpf.analysis.baselines.calls import (
     accuse_group,
     collectives,
     culprit,
+    of_parts,
     sent,
     stopped,
     timed,
@@ -40,7 +42,7 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
     found = (
         _stop(calls, recording, window_ns)
         # Late ranks do not slow requests down, but a slow port makes ranks late.
-        or _communicating(recording, window_ns)
+        or _communicating(calls, recording, window_ns)
         or _computing(calls, window_ns)
     )
     return verdict(found, window_ns)
@@ -74,7 +76,7 @@ def _stop(calls: pl.LazyFrame | None, recording: Recording, window_ns: tuple[int
 def _computing(calls: pl.LazyFrame | None, window_ns: tuple[int, int]) -> list[Finding]:
     """Whose time in a group's collectives is below SHORT of the group's mean."""
     short = (
-        collectives(calls)
+        of_parts(collectives(calls))
         .group_by(*PROCESS, "gpu", "comm_id")
         .agg(pl.col("duration_ns").mean(), pl.col("duration_ns").count().alias("operators"))
         .with_columns(mean_ns=pl.col("duration_ns").mean().over("comm_id"))
@@ -93,8 +95,10 @@ def _computing(calls: pl.LazyFrame | None, window_ns: tuple[int, int]) -> list[F
     return [accuse(who, window_ns, evidence)]
 
 
-def _communicating(recording: Recording, window_ns: tuple[int, int]) -> list[Finding]:
-    """The NIC whose requests take the longest, if that is more than SLOW times the mean."""
+def _communicating(
+    calls: pl.LazyFrame | None, recording: Recording, window_ns: tuple[int, int]
+) -> list[Finding]:
+    """The NIC whose requests take more than SLOW times the mean; the machines, if several do."""
     port = ["node", "nic"]
     columns = [name for name in PORT_SAMPLES if name != "packets"]
     share = pl.col("bytes").cum_sum().over(port) / pl.col("bytes").sum().over(port)
@@ -119,6 +123,8 @@ def _communicating(recording: Recording, window_ns: tuple[int, int]) -> list[Fin
         return []
     top = rates.row(0, named=True)
     text = f"What it sends moves at {top['gbps']:.1f} Gbit/s, at {top['reference']:.1f} on average over all."
-    who = {"node": top["node"], "nic": top["nic"]}
     evidence = Evidence("gbps", top["gbps"], top["reference"], 0, text)
-    return [accuse(who, window_ns, evidence, kind="nic-slow", cause="nic", slowdown=top["slowdown"])]
+    further: dict[str, Any] = {"kind": "nic-slow", "cause": "nic", "slowdown": top["slowdown"]}
+    if rates.height > 1:
+        return accuse_group(rates["node"].unique().to_list(), timed(calls), window_ns, evidence, **further)
+    return [accuse({"node": top["node"], "nic": top["nic"]}, window_ns, evidence, **further)]

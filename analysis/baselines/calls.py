@@ -76,6 +76,13 @@ def collectives(calls: pl.LazyFrame | None) -> pl.LazyFrame:
     return timed(calls).filter(pl.col("size").is_not_null(), pl.col("comm_id").is_not_null())
 
 
+def of_parts(rows: pl.LazyFrame) -> pl.LazyFrame:
+    """`rows` without those of communicators of all processes, where there are others: there every part meets."""
+    process = pl.struct(PROCESS)
+    whole = process.n_unique().over("comm_id") == process.n_unique()
+    return rows.filter(~whole | whole.all())
+
+
 def stopped(calls: pl.LazyFrame | None, recording: Recording) -> pl.LazyFrame:
     """The calls of `timed` that never ended, if the whole job fell silent long before its recording ended.
 

@@ -4,9 +4,10 @@ Published, as noted of the paper: flow records without anything from the job; wh
 silences give steps; a step, a group or a switch is abnormal beyond the mean by k standard deviations, over the
 steps, the groups of a step, and the flows of a switch.
 Our reading: a record is the traffic of one queue pair between silences, and its rate is bytes over duration; k is 3,
-and less than a twentieth is not slow; a rate is compared with those of all records of about the same size, of all
-flows and steps at once. A NIC that sends or receives more than half of the slow records is named, their link if two
-do, and else the network between them: which switch a flow crosses is in no recording.
+less than a twentieth is not slow, and less than a tenth of a flow's records is chance; a rate is compared with those of
+all records of about the same size, of all flows and steps at once. A NIC that sends or receives more than half of the
+slow records is named, their link if two do, and else the network between them: which switch a flow crosses is in no
+recording.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from pulse_bpf.analysis.baselines.calls import accuse, sent, verdict
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.load import Recording
 
-SIGMAS, MIN_RECORDS = 3.0, 3
+SIGMAS = 3.0
+# Of the records of a flow, below which slow ones are chance; and how many there must be.
+OFTEN, MIN_RECORDS = 0.1, 3
 # Rates of one machine may vary by less than anybody would call slow.
 SLOW = 0.95
 SILENCE_NS = 1_000_000
@@ -32,7 +35,7 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
     window_ns = records.select(pl.col("start_ns").min(), pl.col("end_ns").max()).collect().row(0)
     window_ns = (int(window_ns[0] or 0), int(window_ns[1] or 0))
     low = slow(records).collect()
-    if low.height < MIN_RECORDS:
+    if low.is_empty():
         return verdict([], window_ns)
     reference = float(low["mean_gbps"].mean())  # type: ignore[arg-type]
     rate = float(low["gbps"].mean())  # type: ignore[arg-type]
@@ -88,14 +91,14 @@ def peers(recording: Recording) -> pl.LazyFrame:
 
 def slow(records: pl.LazyFrame) -> pl.LazyFrame:
     """The records that are SIGMAS standard deviations slower than the mean of their size, with that mean."""
-    size = pl.col("bytes").log(2).round()
     return (
-        records.with_columns(size=size)
+        records.with_columns(size=pl.col("bytes").log(2).round(), records=pl.len().over(QP))
         .with_columns(mean_gbps=pl.col("gbps").mean().over("size"), sigma=pl.col("gbps").std().over("size"))
         .filter(
             pl.col("gbps") < pl.col("mean_gbps") - SIGMAS * pl.col("sigma"),
             pl.col("gbps") < SLOW * pl.col("mean_gbps"),
         )
+        .filter(pl.len().over(QP) >= pl.max_horizontal(pl.lit(MIN_RECORDS), OFTEN * pl.col("records")))
     )
 
 
