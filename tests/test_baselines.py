@@ -164,6 +164,20 @@ def test_holmes_follows_irregular_iterations_to_the_rank_that_began_them(rank: i
     assert located("holmes", job({rank: 1.3}, steps=range(7, 9))) == []  # less than 4 % of the time
 
 
+def test_holmes_finds_the_rank_that_was_waited_for_though_it_is_slow_inside_operators_too() -> None:
+    calls = job({6: 3.0}, steps=range(7, 9))
+    slow = (pl.col("pid") == 106) & pl.col("seq").is_between(7, 8)
+    earlier = pl.col("start_ns") - pl.when(slow).then(MS).otherwise(0)
+    assert located("holmes", calls.with_columns(earlier)) == [("gpu", "node1", 2)]
+
+
+def test_calls_between_two_ranks_do_not_shift_the_numbers_of_collectives() -> None:
+    calls, own = job({6: 3.0}, steps=range(7, 9)), pl.col("pid") == 106
+    sends = calls.filter(own, pl.col("seq") < 3).with_columns(kind=pl.lit("Send"))
+    later = calls.with_columns(pl.col("seq") + pl.when(own).then(3).otherwise(0))
+    assert located("holmes", pl.concat([later, sends], how="vertical_relaxed")) == [("gpu", "node1", 2)]
+
+
 @pytest.mark.parametrize("method", ["greyhound", "holmes"])
 @pytest.mark.parametrize("number", range(0, len(DATA), 3))
 def test_a_slow_link_is_narrowed_to_its_group(method: str, number: int) -> None:
@@ -180,6 +194,12 @@ def test_greyhound_compares_operators_of_equal_size_only() -> None:
     calls = job(transfer={(True, 3): 2.0}).filter(pl.col("comm_id").str.ends_with("-2"))
     assert located("greyhound", calls) == [("group", ["node0", "node1"], None)]
     assert located("greyhound", calls.with_columns(pl.col("bytes") * larger)) == []
+
+
+def test_greyhound_looks_at_the_gpus_of_a_group_that_nothing_compares_to() -> None:
+    alone = pl.col("comm_id") == comm_id(0xA1, GPUS)
+    assert located("greyhound", job({6: 1.3}).filter(alone)) == [("gpu", "node1", 2)]
+    assert located("greyhound", job().filter(alone)) == []
 
 
 def test_suspects_that_are_all_machines_name_nobody() -> None:

@@ -5,10 +5,11 @@ for a while; a group is suspect when its slowest rank's mean exceeds the median 
 tenth (the public code: a fifth). Then the job is paused, and benchmarks of matrix products and of the links of the
 suspect groups find the slow GPU or link.
 Our reading: the alarm is given for free, and the second half of the recording is what is timed after it. Groups are in
-the same position when they have as many ranks and nodes and call the same operators; a group without others is not
-compared. The benchmark of the GPUs is stood for by their true time outside of calls, a tenth above the median of their
-role. That of the links cannot be run on a recording, so what would be benchmarked is the answer: the machines that
-all suspect groups share, else those of any, and nothing where that is every machine.
+the same position when they have as many ranks and nodes and call the same operators; one that is alone in it goes to
+the benchmarks, as in the code. That of the GPUs is stood for by their true time outside of calls, a tenth above the
+median of their role, which unequal work lengthens too. That of the links cannot be run on a recording, so what would
+be benchmarked is the answer: the machines that all slower groups share, else those of any, and nothing where that is
+every machine.
 """
 
 from __future__ import annotations
@@ -35,15 +36,20 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
     slowdown = float(suspects["slowdown"].max())  # type: ignore[arg-type]
     members = rows.join(suspects.lazy(), on="comm_id", how="semi")
     slow = slow_gpus(rows).join(members, on=PROCESS, how="semi", maintain_order="left").collect()
-    text = f"{suspects['comm_id'].n_unique()} groups are slower than others in their position"
-    evidence = Evidence("duration_ratio", slowdown, SLOWER, int(suspects["operators"].sum()), f"{text}.")
+    slower = suspects.filter(pl.col("slowdown") > SLOWER)
+    text = f"{slower['comm_id'].n_unique()} groups are slower than others in their position."
+    evidence = Evidence("duration_ratio", slowdown, SLOWER, int(suspects["operators"].sum()), text)
     if not slow.is_empty():
         alone = slow["node"].n_unique() == 1 < slow.height
         who = {"node": slow["node"][0]} if alone else slow.row(0, named=True)
         return verdict([accuse(who, window_ns, evidence, slowdown=slowdown)], window_ns)
-    groups = members.group_by("comm_id").agg(pl.col("node").unique()).collect()["node"].to_list()
-    shared, union = set.intersection(*map(set, groups)), set.union(*map(set, groups))
-    nodes = list(shared or union)
+    if slower.is_empty():
+        return verdict([], window_ns)
+    groups = (
+        rows.join(slower.lazy(), on="comm_id", how="semi").group_by("comm_id").agg(pl.col("node").unique())
+    )
+    nodes_of = [set(nodes) for nodes in groups.collect()["node"]]
+    nodes = list(set.intersection(*nodes_of) or set.union(*nodes_of))
     further: dict[str, Any] = {"kind": "unknown", "cause": "network", "slowdown": slowdown}
     if len(nodes) == 1:
         return verdict([accuse({"node": nodes[0]}, window_ns, evidence, **further)], window_ns)
@@ -51,7 +57,8 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
 
 
 def suspect_groups(rows: pl.LazyFrame) -> pl.LazyFrame:
-    """comm_id, kind, size, operators and slowdown of the groups that are slower than others in their position."""
+    """comm_id, kind, size, operators and slowdown of the groups that are slower than others in their position,
+    and of those that are alone in it, whose slowdown is 1."""
     position = ["ranks", "nodes", "kind", "size"]
     return (
         rows.drop_nulls(["duration_ns", "comm_id"])
@@ -65,7 +72,7 @@ def suspect_groups(rows: pl.LazyFrame) -> pl.LazyFrame:
             pl.col("operators").sum(),
         )
         .with_columns(slowdown=pl.col("duration_ns") / pl.col("duration_ns").median().over(position))
-        .filter(pl.col("slowdown") > SLOWER)
+        .filter((pl.col("slowdown") > SLOWER) | (pl.len().over(position) == 1))
         .select("comm_id", "kind", "size", "operators", "slowdown")
     )
 
