@@ -87,7 +87,7 @@ def ring_loop(
     network, calls = nccl.build(cluster, Fabric(cluster), job, np.random.default_rng(seed))
     clock_rows = np.zeros(nodes, CLOCK)
     if clock is not None:
-        clock_rows = clocks(cluster, clock, np.random.default_rng(seed))[0]
+        clock_rows = clocks(cluster, clock, np.random.default_rng(seed))
     settings = Settings(seed, seconds * 1e9, record_ns, BIN_NS, clock_rows)
     return Run(cluster, network, job, calls, settings, _result(cluster, network, job, calls, settings))
 

@@ -24,15 +24,15 @@ _DISCIPLINES: dict[str, tuple[float, float, int | None]] = {
 _PHASES_NS = 1_000_000
 
 
-def clocks(cluster: Cluster, options: Options, rng: np.random.Generator) -> tuple[Array, int | None]:
-    """Each node's clock (model.CLOCK[nodes]), and the bound of the offset that the nodes state; None for none."""
+def clocks(cluster: Cluster, options: Options, rng: np.random.Generator) -> Array:
+    """Each node's clock (model.CLOCK[nodes])."""
     offset_ns, drift, error_ns = _DISCIPLINES[options.clock]
     found = np.zeros(cluster.nodes, CLOCK)
     bound_ns = np.inf if error_ns is None else 0.9 * error_ns
     found["offset_ns"] = np.clip(rng.normal(0, offset_ns, cluster.nodes), -bound_ns, bound_ns)
     found["drift"] = rng.normal(0, drift, cluster.nodes)
     found["phase_ns"] = rng.integers(0, _PHASES_NS, cluster.nodes)
-    return found, error_ns
+    return found
 
 
 def error_ns(options: Options) -> int | None:

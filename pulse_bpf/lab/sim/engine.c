@@ -14,12 +14,16 @@ void *grown(struct array *array, int64_t size) {
     return (char *)array->data + array->count++ * size;
 }
 
-static int before(const struct due *a, const struct due *b) {
-    return a->t_ns < b->t_ns || (a->t_ns == b->t_ns && a->order < b->order);
+/* Both halves as one number, which is compared without a branch: bits of times from 0 on are in their order. */
+static unsigned __int128 rank(const struct due *due) {
+    uint64_t bits;
+    memcpy(&bits, &due->t_ns, sizeof(bits));
+    return (unsigned __int128)bits << 64 | due->order;
 }
 
 void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version) {
     struct due due = {t_ns, e->order++, what, id, version};
+    unsigned __int128 key = rank(&due);
     int64_t place;
     if (t_ns >= e->in->end_ns)
         return;
@@ -29,24 +33,29 @@ void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t versio
         if (!e->heap)
             abort();
     }
-    for (place = e->heap_count++; place > 0 && before(&due, &e->heap[(place - 1) / 4]); place = (place - 1) / 4)
+    for (place = e->heap_count++; place > 0 && key < rank(&e->heap[(place - 1) / 4]); place = (place - 1) / 4)
         e->heap[place] = e->heap[(place - 1) / 4];
     e->heap[place] = due;
 }
 
 static struct due next_due(struct engine *e) {
     struct due first = e->heap[0], last = e->heap[--e->heap_count];
+    unsigned __int128 key = rank(&last);
     int64_t place = 0;
     for (;;) {
-        int64_t child = 4 * place + 1, least = child, end = child + 4;
+        int64_t child = 4 * place + 1, end = child + 4, least = child;
+        unsigned __int128 smallest;
         if (child >= e->heap_count)
             break;
         if (end > e->heap_count)
             end = e->heap_count;
-        for (child++; child < end; child++)
-            if (before(&e->heap[child], &e->heap[least]))
-                least = child;
-        if (!before(&e->heap[least], &last))
+        smallest = rank(&e->heap[child]);
+        for (child++; child < end; child++) {
+            unsigned __int128 other = rank(&e->heap[child]);
+            least = other < smallest ? child : least;
+            smallest = other < smallest ? other : smallest;
+        }
+        if (key <= smallest)
             break;
         e->heap[place] = e->heap[least];
         place = least;
@@ -133,7 +142,7 @@ static void change_due(struct engine *e, int32_t row) {
         e->gpus[target].killed = 1;
         for (int32_t flow = 0; flow < e->in->flows_count; flow++) {
             int32_t number = e->in->flows[flow].connection;
-            if (number == NONE)
+            if (number == NONE || e->flows[flow].background != NONE)
                 continue;
             if (e->in->connections[number].src_proxy == target ||
                 e->in->connections[number].dst_proxy == target) {

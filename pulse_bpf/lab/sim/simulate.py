@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,7 @@ def simulate(
     job = workloads.build(workload, cluster, size=Size(scale=scale), seconds=end_ns / 1e9, rng=rng)
     tuning = NcclOptions(algorithm=workloads.WORKLOADS[workload].algorithm)
     network, calls = nccl.build(cluster, fabric, job, rng, tuning)
-    found_clocks, _ = clocks(cluster, collecting, rng)
-    settings = Settings(seed, end_ns, record_ns, bin_us * 1000, found_clocks)
+    settings = Settings(seed, end_ns, record_ns, bin_us * 1000, clocks(cluster, collecting, rng))
     # Scenarios share the chance up to here, so that a healthy run is each one's twin.
     chance = int(rng.integers(2**63))
 
@@ -80,23 +80,29 @@ def simulate(
             end_ns=end_ns,
         )
 
-    def run(what: Prepared) -> Result:
+    def run(what: Prepared, settings: Settings = settings) -> Result:
         return engine.run(what.network, what.job, what.calls, what.incident, settings, cluster)
 
     faulty = prepared(scenario, severity or chosen.severity, onset or chosen.onsets[0])
-    result = run(faulty)
     found = [asdict(fault) for fault in faulty.faults]
-    if any(fault.scope != "workload" for fault in faulty.faults):
-        twin = run(prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0]))
-        for told, fault in zip(found, faulty.faults, strict=True):
-            told["effect"] = twins.effect(fault, result, twin, faulty, cluster)
-        elsewhere = moved(faulty)
-        if elsewhere is not None and twins.alike(result, run(replace(faulty, incident=elsewhere))):
-            found[0]["indistinguishable_from"] = [_other_end(faulty.faults[0], cluster)]
+    healthy = all(fault.scope == "workload" for fault in faulty.faults)
+    elsewhere = moved(faulty)
+    with ThreadPoolExecutor() as threads:  # the engine does not hold Python's lock
+        running = threads.submit(run, faulty)
+        if not healthy:
+            usual = prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0])
+            # Of the twin only its operators' times are looked at, none of its samples.
+            twin = threads.submit(run, usual, replace(settings, record_ns=end_ns))
+            neighbour = threads.submit(run, replace(faulty, incident=elsewhere)) if elsewhere else None
+            for told, fault in zip(found, faulty.faults, strict=True):
+                told["effect"] = twins.effect(fault, running.result(), twin.result(), faulty, cluster)
+            if neighbour and twins.alike(running.result(), neighbour.result()):
+                found[0]["indistinguishable_from"] = [_other_end(faulty.faults[0], cluster)]
+    result = running.result()
     truth = {
         "scenario": scenario,
         "seed": seed,
-        "healthy": all(fault.scope == "workload" for fault in faulty.faults),
+        "healthy": healthy,
         "workload": workload,
         "faults": found,
     }
