@@ -170,7 +170,7 @@ struct flow {
     uint32_t version, stamp;
     double since_ns, tx, rx; /* bytes per ns from since_ns on */
     double backlog, waste;   /* in the network's queues; waste: of it, what the receiver will not take */
-    double posted, injected, delivered, limit, repeat_until;
+    double posted, injected, delivered, limit, lost_end, repeat_until;
     double loss, until_loss;
     double rate, target, alpha; /* DCQCN */
     double new_tx, new_rx, cap;
@@ -238,6 +238,7 @@ struct meeting {
 
 struct nic {
     struct counter counters;
+    double tx_bytes, rx_bytes; /* not to round each part of them */
     double paused_ns, pausing_ns, told_ns;
 };
 

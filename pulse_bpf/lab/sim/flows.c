@@ -40,7 +40,7 @@ void advance(struct engine *e, int32_t flow) {
         f->delivered += good;
     }
     f->backlog += sent - got;
-    if (f->backlog < LEAST_BYTES) {
+    if (f->backlog < LEAST_BYTES && (sent > 0 || got > 0)) {
         /* Rounding must not leave a message unfinished. */
         f->backlog = f->waste = 0;
         f->delivered = f->doomed ? f->limit : f->injected;
@@ -161,12 +161,16 @@ void set_loss(struct engine *e, int32_t flow) {
 /* A packet is lost now: what comes after it is thrown away until it has been sent again. */
 void lose(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
-    double packet = e->in->mtu_bytes;
-    if (f->doomed)
+    double begins;
+    if (f->doomed || f->first == f->last)
         return;
+    begins = message(f, f->first)->end - message(f, f->first)->bytes;
     f->doomed = 1;
     f->until_loss = NEVER;
-    f->limit = f->injected - packet > f->delivered ? f->injected - packet : f->delivered;
+    f->lost_end = f->injected;
+    f->limit = f->injected - e->in->mtu_bytes > begins ? f->injected - e->in->mtu_bytes : begins;
+    /* The fluid is there at once, whose last packet was the lost one. */
+    f->delivered = f->delivered < f->limit ? f->delivered : f->limit;
     f->meters[1].skip += f->injected - f->limit;
     for (int hop = 0; hop < f->hops; hop++)
         if (e->in->links[f->in->path[hop]].loss > 0 && e->in->links[f->in->path[hop]].nic != NONE)
@@ -197,7 +201,7 @@ void nak_due(struct engine *e, int32_t flow) {
         return;
     advance(e, flow);
     /* Without a later packet nobody notices, until the sender's timer runs out. */
-    if (f->injected - f->limit <= e->in->mtu_bytes + LEAST_BYTES)
+    if (f->injected <= f->lost_end + LEAST_BYTES)
         return;
     see(e, f->in->src_nic, flow, SEEN_NAK, 1);
     e->nics[f->in->dst_nic].counters.naks_sent++;
@@ -207,9 +211,14 @@ void nak_due(struct engine *e, int32_t flow) {
 
 void retry_due(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
+    double position;
     if (e->now != f->retry_ns || !(f->stalled || f->doomed))
         return;
+    /* Queue pairs end with their process. */
+    if (f->dead && e->gpus[f->in->src_nic].killed)
+        return;
     advance(e, flow);
+    position = f->stalled ? f->delivered : f->limit;
     see(e, f->in->src_nic, flow, SEEN_TIMEOUT, 1);
     e->nics[f->in->src_nic].counters.timeouts++;
     if (path_down(e, f)) {
@@ -220,7 +229,7 @@ void retry_due(struct engine *e, int32_t flow) {
         return;
     }
     f->stalled = 0;
-    rewind_to(e, flow, f->limit < NEVER ? f->limit : f->delivered);
+    rewind_to(e, flow, position);
 }
 
 /* What of it is in the network is gone; the sender's timer runs. */
