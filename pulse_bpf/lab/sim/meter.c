@@ -50,14 +50,13 @@ static void open_bin(struct engine *e, int32_t flow, int rx, int64_t bin) {
 void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes, double retx) {
     int32_t nic = nic_of(e, flow, rx);
     struct meter *m = &e->flows[flow].meters[rx];
-    struct counter *port = &e->nics[nic].counters;
     double from, to, skipped = m->skip < bytes ? m->skip : bytes;
     m->skip -= skipped;
     bytes -= skipped;
     if (rx)
-        port->rx_bytes += (uint64_t)(bytes + 0.5);
+        e->nics[nic].rx_bytes += bytes;
     else
-        port->tx_bytes += (uint64_t)(bytes + 0.5);
+        e->nics[nic].tx_bytes += bytes;
     if (nic >= e->in->gpu_count || bytes <= 0)
         return;
     if (from_ns < e->in->record_ns) {
@@ -97,6 +96,8 @@ void count_control(struct engine *e, int32_t flow, int rx, double t_ns, int ctl,
     struct meter *m = &e->flows[flow].meters[rx];
     if (nic >= e->in->gpu_count || t_ns < e->in->record_ns)
         return;
+    /* What the flow moved before belongs to earlier bins. */
+    advance(e, flow);
     open_bin(e, flow, rx, (int64_t)floor(position(e, nic, t_ns)));
     m->ctl += (uint32_t)ctl;
     m->acks += (uint32_t)acks;
@@ -120,6 +121,8 @@ void count_counters(struct engine *e) {
         *counter = e->nics[n].counters;
         counter->t_ns = e->now;
         counter->nic = n;
+        counter->tx_bytes = (uint64_t)(e->nics[n].tx_bytes + 0.5);
+        counter->rx_bytes = (uint64_t)(e->nics[n].rx_bytes + 0.5);
         counter->rx_pause_ns = (uint64_t)e->nics[n].paused_ns;
         counter->tx_pause_ns = (uint64_t)e->nics[n].pausing_ns;
     }

@@ -1,0 +1,156 @@
+"""Any job on any cluster runs to its end in the engine, and its bytes, times and bins add up."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from program_runs import run as run_programs
+from sim_networks import MIB, all_gpus, everyone, one
+from sim_programs import (
+    Case,
+    by_flow,
+    case,
+    moved_by_connection,
+)
+from sim_volumes import FACTOR, wire_bytes
+
+from pulse_bpf.lab.sim.model import (
+    NONE,
+    Algorithm,
+    Cluster,
+    Kind,
+    Protocol,
+    Result,
+)
+from pulse_bpf.lab.sim.tuning import NcclOptions
+
+# What a kernel needs for a slice besides copying, and an operator in a node besides moving its bytes.
+SLICE_NS, LOCAL_NS = 500.0, 10e3
+SAME_LEAF_NS = 1300.0
+
+SIZES = st.one_of(
+    st.sampled_from([0, 1, 3, 16, 4095, 4096, 4097, 16 << 10, (16 << 10) + 1, MIB, MIB + 17]),
+    st.integers(0, 12 * MIB),
+)
+COLLECTIVES = [
+    Kind.ALL_REDUCE,
+    Kind.ALL_GATHER,
+    Kind.REDUCE_SCATTER,
+    Kind.BROADCAST,
+    Kind.REDUCE,
+    Kind.ALL_TO_ALL,
+]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Some launches, over all GPUs or a part of them, on some cluster."""
+    cluster = Cluster(
+        nodes=draw(st.integers(2, 6)),
+        gpus=draw(st.integers(1, 4)),
+        channels=draw(st.integers(1, 4)),
+        nodes_per_leaf=draw(st.integers(1, 4)),
+        spines=draw(st.integers(1, 4)),
+        qps_per_connection=draw(st.integers(1, 3)),
+        pxn=draw(st.booleans()),
+        path_mtu=draw(st.sampled_from([1024, 4096])),
+    )
+    world = draw(st.permutations(all_gpus(cluster)))
+    part = world[: draw(st.integers(2, len(world)))]
+    launches = []
+    for _ in range(draw(st.integers(1, 4))):
+        comm = draw(st.integers(0, 1))
+        ranks = len((world, part)[comm])
+        if draw(st.booleans()):
+            kind, root = draw(st.sampled_from(COLLECTIVES)), draw(st.integers(0, ranks - 1))
+            launches.append(everyone(kind, draw(SIZES), ranks, comm, root))
+            continue
+        pairs = draw(st.lists(st.tuples(st.integers(0, ranks - 1), st.integers(1, ranks - 1)), max_size=8))
+        calls = [np.zeros(0, everyone(Kind.SEND, 0, 0).dtype)]
+        for a, distance in pairs:
+            b, size = (a + distance) % ranks, draw(SIZES)
+            calls += [one(Kind.SEND, size, a, b, comm), one(Kind.RECV, size, b, a, comm)]
+        launches.append(np.concatenate(calls))
+    options = NcclOptions(
+        draw(st.sampled_from([None, Algorithm.RING, Algorithm.TREE])),
+        draw(st.sampled_from([None, *Protocol])),
+        draw(st.booleans()),
+    )
+    return case(cluster, [world, part], *launches, options=options, seed=draw(st.integers(0, 99)))
+
+
+@given(made=cases())
+@settings(max_examples=150, deadline=None)
+def test_every_call_ends_and_every_byte_arrives(made: Case) -> None:
+    result = made.run()
+    assert not np.isnan(run_programs(made.job, made.cluster, 1)).any()
+    times = result.call_times
+    assert (times["call_ns"] <= times["start_ns"]).all()
+    assert (times["start_ns"] <= times["end_ns"]).all()
+    assert not np.isnan(result.task_times["end_ns"]).any()
+    _holds_together(made, result)
+
+
+def _holds_together(made: Case, result: Result) -> None:
+    """What is true of a run in which nothing was lost and all calls ended."""
+    network, cluster = made.network, made.cluster
+    connections = network.connections
+    sent, got = by_flow(result, network, 0), by_flow(result, network, 1)
+    assert (np.abs(sent - got) <= 1).all()  # halves of a byte
+    moved = moved_by_connection(result, network)
+    far = connections["flows"] > 0
+    assert not moved[~far].any()
+    asked = by_flow(result, network, 0, "reverse_ctl")
+    assert (asked == by_flow(result, network, 1, "reverse_ctl")).all()
+    for rx in (0, 1):
+        assert (asked == by_flow(result, network, rx, "reverse_acks")).all()
+        assert not by_flow(result, network, rx, "retx_bytes").any()
+    messages, bytes_sent = (
+        np.bincount(network.flows["connection"], of_flows, len(connections)) for of_flows in (asked, sent)
+    )
+    # An empty slice is a packet all the same; parts of bytes are cut off.
+    parts = np.where(connections["split"], connections["flows"], 1)
+    assert (moved <= bytes_sent + messages).all()
+    assert (bytes_sent <= moved + messages * (parts + 1)).all()
+    packets = by_flow(result, network, 0, "packets")
+    assert (packets == by_flow(result, network, 1, "packets")).all()
+    assert (packets >= sent / cluster.path_mtu).all()
+    assert (packets <= sent / cluster.path_mtu + np.where(connections["split"].any(), sent, asked) + 1).all()
+
+    expected = wire_bytes(network, made.calls)
+    allowed = messages + sum(
+        32 * FACTOR[Protocol(call["protocol"])] * len(made.job.comm_members[call["comm"]])
+        for call in made.calls
+    )
+    assert (np.abs(moved - expected)[far] <= allowed[far]).all()
+
+    rows = result.moved
+    assert (rows["recv_call"] != NONE).all()
+    assert (made.calls["comm"][rows["call"]] == made.calls["comm"][rows["recv_call"]]).all()
+    assert (rows["first_tx_ns"] <= rows["last_tx_ns"]).all()
+    assert (rows["first_tx_ns"] < rows["first_rx_ns"]).all()
+    assert (rows["last_tx_ns"] < rows["last_rx_ns"]).all()
+    assert (rows["last_rx_ns"] <= result.call_times["end_ns"][rows["recv_call"]]).all()
+    assert (rows["first_tx_ns"] >= result.call_times["start_ns"][rows["call"]]).all()
+
+    for rx, end in enumerate(("src_nic", "dst_nic")):
+        samples = result.samples[result.samples["rx"] == rx]
+        nic = network.flows[end][samples["flow"]]
+        assert (
+            np.diff(samples["bin"][np.argsort(samples["flow"], kind="stable")])[
+                np.diff(np.sort(samples["flow"], kind="stable")) == 0
+            ]
+            > 0
+        ).all()
+        bins = samples["bin"] - samples["bin"].min(initial=0)
+        in_bin = np.bincount(nic * (bins.max(initial=0) + 1) + bins, samples["bytes"])
+        # What of a byte is over goes into the next bin, of each flow; and flows of unlike length come to a
+        # receiver's port as if each had it for itself while they change over.
+        spread_ns = rx * np.ptp(network.flows["latency_ns"]) if len(network.flows) else 0
+        most = cluster.nic_gbps / 8 * cluster.path_mtu / (cluster.path_mtu + 82) * (32_000 + spread_ns)
+        assert in_bin.max(initial=0) <= most + len(network.flows)
+        last = result.counters[result.counters["t_ns"] == result.ended_ns]
+        of_nic = np.bincount(network.flows[end], (sent, got)[rx], len(last))
+        name = ("tx_bytes", "rx_bytes")[rx]
+        assert np.abs(last[name].astype(float) - of_nic).max() <= len(network.flows)
