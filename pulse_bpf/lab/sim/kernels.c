@@ -173,7 +173,7 @@ static int next_slice(struct kernel *k) {
 
 void plan_call(struct engine *e, int32_t number) {
     const struct call_in *call = &e->in->calls[number];
-    if (call->algorithm == LOCAL && !is_paired(call))
+    if (call->algorithm == LOCAL)
         return;
     for (int32_t n = 0; n < kernels_of(e, call); n++) {
         struct kernel k = describe(e, number, n);
@@ -238,7 +238,7 @@ void start_call(struct engine *e, int32_t number) {
     const struct call_in *call = &e->in->calls[number];
     const struct comm_in *comm = &e->in->comms[call->comm];
     e->out->call_times[number].start_ns = e->now;
-    if (call->algorithm == LOCAL && !is_paired(call)) {
+    if (call->algorithm == LOCAL) {
         int32_t slot = e->met[e->met_first[call->comm] + call->rank]++ % 4;
         struct meeting *meeting = &e->meetings[4 * call->comm + slot];
         meeting->calls[meeting->arrived++] = number;
