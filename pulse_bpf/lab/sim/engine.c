@@ -14,7 +14,8 @@ void *grown(struct array *array, int64_t size) {
     return (char *)array->data + array->count++ * size;
 }
 
-/* Both halves as one number, which is compared without a branch: bits of times from 0 on are in their order. */
+/* Both halves as one number, which is compared without a branch: bits of times from 0 on are in their order.
+ */
 static unsigned __int128 rank(const struct due *due) {
     uint64_t bits;
     memcpy(&bits, &due->t_ns, sizeof(bits));
@@ -302,7 +303,8 @@ static void set_up_machines(struct engine *e) {
             last[stream] = n;
         }
         if (gpu->next_task < in->first_task[g + 1])
-            at(e, finishes(e, HOST, (int32_t)g, 0, in->tasks[gpu->next_task].host_ns), DUE_HOST, (int32_t)g, 0);
+            at(e, finishes(e, HOST, (int32_t)g, 0, in->tasks[gpu->next_task].host_ns), DUE_HOST, (int32_t)g,
+               0);
     }
 }
 
@@ -317,9 +319,10 @@ static void tear_down(struct engine *e) {
         free(e->meetings[n].calls);
     free(e->call_open);
     free(e->call_task);
-    void *all[] = {e->links,     e->flows, e->connections,   e->nics,          e->dirty,   e->scratch_links,
-                   e->tasks,     e->gpus,  e->scratch_flows, e->pauses,        e->kernels, e->free_kernels,
-                   e->met_first, e->heap,  e->met,           (void *)e->meetings};
+    void *all[] = {e->links,         e->flows,         e->connections, e->nics,
+                   e->dirty,         e->scratch_links, e->tasks,       e->gpus,
+                   e->scratch_flows, e->pauses,        e->kernels,     e->free_kernels,
+                   e->met_first,     e->heap,          e->met,         (void *)e->meetings};
     for (size_t n = 0; n < sizeof(all) / sizeof(*all); n++)
         free(all[n]);
 }

@@ -140,7 +140,7 @@ struct outputs {
 struct link {
     double bytes_per_ns, factor;
     double paused, paused_since_ns, wanted; /* paused: part of the time that flow control stops it */
-    int32_t *flows;                      /* those that have bytes on their way over it */
+    int32_t *flows;                         /* those that have bytes on their way over it */
     int32_t flow_count, flow_capacity;
     uint8_t down, full, dirty;
     uint32_t version, stamp;
@@ -307,7 +307,8 @@ double finishes(const struct engine *e, int executor, int32_t gpu, double t_ns, 
 void see(struct engine *e, int32_t nic, int32_t flow, int kind, uint64_t value);
 
 /* meter.c */
-void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes, double retx);
+void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes,
+                 double retx);
 void count_control(struct engine *e, int32_t flow, int rx, double t_ns, int ctl, int acks);
 void count_counters(struct engine *e);
 void count_pauses(struct engine *e);

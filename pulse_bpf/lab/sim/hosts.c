@@ -1,15 +1,16 @@
 /* Host threads that enqueue ahead of their GPU, and the GPU's streams. */
 #include "engine.h"
 
-/* Launches that may be pending on a device before the host has to wait (CUDA programming guide, on asynchronous
- * execution: a launch queue of 1024). */
+/* Launches that may be pending on a device before the host has to wait (CUDA programming guide, on
+ * asynchronous execution: a launch queue of 1024). */
 #define MOST_AHEAD 1024
 
 static void host_goes_on(struct engine *e, int32_t gpu) {
     struct gpu *g = &e->gpus[gpu];
     g->host_waits = 0;
     if (g->next_task < e->in->first_task[gpu + 1] && !g->killed)
-        at(e, finishes(e, HOST, gpu, e->now, e->in->tasks[g->next_task].host_ns / g->host_speed), DUE_HOST, gpu, 1);
+        at(e, finishes(e, HOST, gpu, e->now, e->in->tasks[g->next_task].host_ns / g->host_speed), DUE_HOST,
+           gpu, 1);
 }
 
 static int may_start(const struct engine *e, int32_t gpu, int32_t number) {
@@ -31,7 +32,8 @@ static void start_tasks(struct engine *e, int32_t gpu) {
         e->tasks[number].running = 1;
         e->out->task_times[number].start_ns = e->now;
         work_ns = e->in->tasks[number].compute_ns / g->speed;
-        at(e, work_ns > 0 ? finishes(e, GPU, gpu, e->now, work_ns) : e->now, DUE_COMPUTED, gpu, (uint32_t)number);
+        at(e, work_ns > 0 ? finishes(e, GPU, gpu, e->now, work_ns) : e->now, DUE_COMPUTED, gpu,
+           (uint32_t)number);
     }
 }
 
@@ -98,7 +100,8 @@ void host_due(struct engine *e, int32_t gpu) {
     if (in->sync)
         g->sync_task = number;
     start_tasks(e, gpu);
-    if ((in->sync && !e->tasks[number].ended) || g->next_task - e->in->first_task[gpu] - g->done >= MOST_AHEAD)
+    if ((in->sync && !e->tasks[number].ended) ||
+        g->next_task - e->in->first_task[gpu] - g->done >= MOST_AHEAD)
         g->host_waits = 1;
     else
         host_goes_on(e, gpu);

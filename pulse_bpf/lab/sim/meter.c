@@ -16,21 +16,16 @@ static double position(const struct engine *e, int32_t nic, double t_ns) {
 /* Whole numbers go out, what is left of them stays in the meter for the next bin. */
 static void close_bin(struct engine *e, int32_t flow, int rx) {
     struct meter *m = &e->flows[flow].meters[rx];
-    double bytes = floor(m->bytes + 1e-6), retx = floor(m->retx_bytes + 1e-6), packets = floor(m->packets + 1e-6);
+    double bytes = floor(m->bytes + 1e-6), retx = floor(m->retx_bytes + 1e-6),
+           packets = floor(m->packets + 1e-6);
     struct sample *sample;
     bytes = bytes < 0 ? 0 : bytes;
     packets = packets < 0 ? 0 : packets;
     retx = retx < 0 ? 0 : retx < bytes ? retx : bytes;
     if (bytes > 0 || packets > 0 || m->ctl || m->acks) {
         sample = grown(&e->out->samples, sizeof(*sample));
-        *sample = (struct sample){flow,
-                                  (uint8_t)rx,
-                                  m->bin,
-                                  (uint32_t)bytes,
-                                  (uint32_t)retx,
-                                  (uint32_t)packets,
-                                  (uint16_t)m->ctl,
-                                  (uint16_t)m->acks};
+        *sample = (struct sample){flow,           (uint8_t)rx,       m->bin,           (uint32_t)bytes,
+                                  (uint32_t)retx, (uint32_t)packets, (uint16_t)m->ctl, (uint16_t)m->acks};
         m->bytes -= bytes;
         m->retx_bytes -= retx;
         m->packets -= packets;
@@ -47,7 +42,8 @@ static void open_bin(struct engine *e, int32_t flow, int rx, int64_t bin) {
     m->bin = bin;
 }
 
-void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes, double retx) {
+void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes,
+                 double retx) {
     int32_t nic = nic_of(e, flow, rx);
     struct meter *m = &e->flows[flow].meters[rx];
     double from, to, skipped = m->skip < bytes ? m->skip : bytes;

@@ -315,7 +315,8 @@ static void apply(struct engine *e, const struct part *part) {
     for (int32_t n = 0; n < part->flow_count; n++) {
         int32_t flow = part->flows[n];
         struct flow *f = &e->flows[flow];
-        if (fabs(f->new_tx - f->tx) <= 1e-9 * f->tx && fabs(f->new_rx - f->rx) <= 1e-9 * f->rx && f->scheduled)
+        if (fabs(f->new_tx - f->tx) <= 1e-9 * f->tx && fabs(f->new_rx - f->rx) <= 1e-9 * f->rx &&
+            f->scheduled)
             continue;
         advance(e, flow);
         f->tx = f->new_tx;
