@@ -23,10 +23,6 @@ from pulse_bpf.lab.sim.model import (
     Target,
 )
 
-# While a pause storm lasts, a port passes this part of its rate: pause frames are sent without end, but each
-# of them runs out for a moment.
-_STORM_FACTOR = 0.01
-
 
 @dataclass(frozen=True)
 class Fault:
@@ -150,9 +146,9 @@ def lossy_link(network: Network, link: int, severity: float, windows: Floats) ->
 
 
 def pause_storm(link: int, severity: float, windows: Floats, rng: np.random.Generator) -> Incident:
-    """A receiver that keeps sending pause frames: next to nothing passes its port for 0.3 to 3 ms at a time."""
+    """A receiver that sends pause frames without end: nothing passes its port for 0.3 to 3 ms at a time."""
     storms = _spans(1 - 1 / severity, (0.3e6, 3e6), windows, rng)
-    return _changed(Target.LINK_FACTOR, [link], _STORM_FACTOR, storms)
+    return _changed(Target.LINK_FACTOR, [link], 0.0, storms)
 
 
 def stopped(executors: Sequence[Executor], gpu: int, start_ns: float) -> Incident:
