@@ -90,10 +90,10 @@ void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double 
 void count_control(struct engine *e, int32_t flow, int rx, double t_ns, int ctl, int acks) {
     int32_t nic = nic_of(e, flow, rx);
     struct meter *m = &e->flows[flow].meters[rx];
+    /* What the flow moved before belongs to earlier bins; whether recorded or not, that rounding be the same. */
+    advance(e, flow);
     if (nic >= e->in->gpu_count || t_ns < e->in->record_ns)
         return;
-    /* What the flow moved before belongs to earlier bins. */
-    advance(e, flow);
     open_bin(e, flow, rx, (int64_t)floor(position(e, nic, t_ns)));
     m->ctl += (uint32_t)ctl;
     m->acks += (uint32_t)acks;
@@ -131,6 +131,7 @@ void flush_meters(struct engine *e) {
             if (m->bin == INT64_MIN)
                 continue;
             m->bytes = floor(m->bytes + 0.5);
+            m->packets = floor(m->packets + 0.5);
             close_bin(e, flow, rx);
         }
 }
