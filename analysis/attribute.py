@@ -70,14 +70,10 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     """
     rows = recording["samples"]
     port = ["node", "nic", "port", "direction"]
-    best = (
-        rows.select(*port, "source", "bin_ns")
-        .unique()
-        .sort("bin_ns", "source")
-        .unique(port, keep="first", maintain_order=True)
-        .drop("bin_ns")
-    )
-    rows = rows.join(best, on=[*port, "source"], how="semi", nulls_equal=True)
+    sources = rows.select(*port, "source", "bin_ns").unique()
+    best = sources.sort("bin_ns", "source").unique(port, keep="first", maintain_order=True).drop("bin_ns")
+    if best.height < sources.height:
+        rows = rows.join(best, on=[*port, "source"], how="semi", nulls_equal=True)
     if rows["flow"].null_count():
         begun = lives.select(
             *QP, pl.col("flow").alias("lived"), pl.col("created_ns").fill_null(-_FOREVER).alias("t_ns")
@@ -88,11 +84,15 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
             .with_columns(pl.coalesce("flow", "lived").alias("flow"))
         )
     counts = ["bytes", "retx_bytes", "packets", "ctl_packets", "ack_packets"]
-    return (
-        rows.group_by(*QP, "flow", "direction", "t_ns", "bin_ns")
-        .agg(pl.when(pl.col(counts).count() > 0).then(pl.col(counts).sum()))
-        .sort("node", "nic", "port", "flow", "qpn", "direction", "t_ns")
-    )
+    # Not by the names, which a flow implies: strings are slow to sort.
+    order = ["flow", "qpn", "direction", "t_ns"]
+    rows = rows.select(*QP, "flow", "direction", "t_ns", "bin_ns", *counts).sort(order, maintain_order=True)
+    again = pl.all_horizontal(pl.col(name).eq_missing(pl.col(name).shift()) for name in order)
+    if rows.select(again.any()).item():
+        rows = rows.group_by(rows.columns[: -len(counts)], maintain_order=True).agg(
+            pl.when(pl.col(counts).count() > 0).then(pl.col(counts).sum())
+        )
+    return rows
 
 
 def covered(recording: Recording, rows: pl.DataFrame) -> pl.DataFrame:
