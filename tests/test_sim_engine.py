@@ -16,18 +16,19 @@ from sim_programs import (
 from sim_volumes import FACTOR, wire_bytes
 
 from pulse_bpf.lab.sim.model import (
+    CHANGE,
     NONE,
+    PAUSE,
     Algorithm,
     Cluster,
+    Executor,
+    Incident,
     Kind,
     Protocol,
     Result,
+    Target,
 )
 from pulse_bpf.lab.sim.tuning import NcclOptions
-
-# What a kernel needs for a slice besides copying, and an operator in a node besides moving its bytes.
-SLICE_NS, LOCAL_NS = 500.0, 10e3
-SAME_LEAF_NS = 1300.0
 
 SIZES = st.one_of(
     st.sampled_from([0, 1, 3, 16, 4095, 4096, 4097, 16 << 10, (16 << 10) + 1, MIB, MIB + 17]),
@@ -134,6 +135,13 @@ def _holds_together(made: Case, result: Result) -> None:
     assert (rows["last_rx_ns"] <= result.call_times["end_ns"][rows["recv_call"]]).all()
     assert (rows["first_tx_ns"] >= result.call_times["start_ns"][rows["call"]]).all()
 
+    # Over one queue pair messages go in the order of the calls.
+    alone = rows[connections["flows"][rows["connection"]] == 1]
+    alone = alone[np.argsort(alone["connection"], kind="stable")]
+    same = np.diff(alone["connection"]) == 0
+    for name in ("call", "recv_call", "first_tx_ns", "last_tx_ns", "first_rx_ns", "last_rx_ns"):
+        assert (np.diff(alone[name])[same] >= 0).all()
+
     for rx, end in enumerate(("src_nic", "dst_nic")):
         samples = result.samples[result.samples["rx"] == rx]
         nic = network.flows[end][samples["flow"]]
@@ -154,3 +162,57 @@ def _holds_together(made: Case, result: Result) -> None:
         of_nic = np.bincount(network.flows[end], (sent, got)[rx], len(last))
         name = ("tx_bytes", "rx_bytes")[rx]
         assert np.abs(last[name].astype(float) - of_nic).max() <= len(network.flows)
+
+
+@st.composite
+def incidents(draw: st.DrawFn, made: Case) -> Incident:
+    """Faults that pass, in the first milliseconds."""
+    gpus, links = made.cluster.nodes * made.cluster.gpus, len(made.network.links)
+    moment = st.integers(0, 3_000_000)
+    rows: list[tuple[float, Target, int, float]] = []
+    for _ in range(draw(st.integers(0, 4))):
+        link = draw(st.integers(0, links - 1))
+        what = draw(st.sampled_from([Target.LINK_FACTOR, Target.LINK_LOSS, Target.LINK_DOWN]))
+        value = {
+            Target.LINK_FACTOR: draw(st.floats(0, 1)),
+            Target.LINK_LOSS: draw(st.floats(0, 0.05)),
+            Target.LINK_DOWN: 1.0,
+        }[what]
+        begins, ends = sorted([draw(moment), draw(moment)])
+        rows += [(begins, what, link, value), (ends, what, link, float(what == Target.LINK_FACTOR))]
+    for _ in range(draw(st.integers(0, 3))):
+        speed = draw(st.sampled_from([Target.GPU_SPEED, Target.NVLINK_FACTOR, Target.HOST_SPEED]))
+        rows.append((draw(moment), speed, draw(st.integers(0, gpus - 1)), draw(st.floats(0.1, 1))))
+    stops = []
+    for executor in Executor:
+        for gpu in draw(st.sets(st.integers(0, gpus - 1), max_size=2)):
+            edges = sorted(draw(st.sets(moment, min_size=2, max_size=6)))
+            stops += [(executor, gpu, a, b) for a, b in zip(edges[::2], edges[1::2], strict=False)]
+    return Incident(
+        changes=np.array(rows, CHANGE) if rows else np.zeros(0, CHANGE),
+        pauses=np.array(sorted(stops), PAUSE) if stops else np.zeros(0, PAUSE),
+    )
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_faults_that_pass_change_times_but_not_what_arrives(data: st.DataObject) -> None:
+    made = data.draw(cases())
+    incident = data.draw(incidents(made))
+    lossless = data.draw(st.booleans())
+    healthy = made.run()
+    result = made.run(incident, timeout=3, retry_count=10**6, lossless=lossless)
+    network = made.network
+    assert not np.isnan(result.call_times["end_ns"]).any()
+    assert moved_by_connection(result, network).tolist() == moved_by_connection(healthy, network).tolist()
+    sent, again = (by_flow(result, network, 0, name) for name in ("bytes", "retx_bytes"))
+    assert (np.abs(sent - again - by_flow(healthy, network, 0)) <= 2).all()
+    got = by_flow(result, network, 1)
+    # To a receiver its lost packets are missing, nothing else; not what a broken link had in its queue, twice.
+    assert (got <= sent + 1).all()
+    assert (got >= by_flow(healthy, network, 1) - 2).all()
+    for name in ("reverse_ctl", "reverse_acks"):
+        asked = by_flow(healthy, network, 0, name)
+        assert all((by_flow(result, network, rx, name) == asked).all() for rx in (0, 1))
+    assert (result.moved["first_tx_ns"] <= result.moved["last_tx_ns"]).all()
+    assert (result.moved["last_tx_ns"] < result.moved["last_rx_ns"]).all()
