@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from recordings import Fault
 
 from pulse_bpf import analysis, schema
 from pulse_bpf.analysis.baselines.calls import CALLS
+from pulse_bpf.cli import main
+from pulse_bpf.errors import OK
 from pulse_bpf.lab import episodes
 from pulse_bpf.lab.boundaries import Boundaries
 from pulse_bpf.lab.episodes import Answer, Outcome, carry_out, plan
@@ -198,3 +201,29 @@ def test_the_tables_name_every_scenario_method_and_failure() -> None:
     for table in made:
         assert {len(row) for row in table.rows} == {len(table.columns)}
         assert len(table.markdown().splitlines()) >= len(table.rows) + 3
+
+
+def test_thirty_episodes_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "evaluation.md"
+    again = ["--episodes", "30", "--seed", "1", "--method", "pulse", "aegis", "--nodes", "6", "--gpus", "2"]
+    assert main(["lab", "evaluate", *again, "--json", "--markdown", str(page)]) == OK
+    report = json.loads(capsys.readouterr().out)
+    assert report["command"] == shlex.join(["pulse", "lab", "evaluate", *again])
+    assert [entry["episode"]["scenario"] for entry in report["episodes"]] == NAMES[:30]
+    for entry in report["episodes"]:
+        assert entry["error"] is None
+        assert [answer["error"] for answer in entry["answers"]] == [None, None]
+        assert entry["faults"] or SCENARIOS[entry["episode"]["scenario"]].row == "-"
+    for sums in report["methods"].values():
+        assert sums["episodes"] == 30
+        assert sums["faults"] + sums["too_small_faults"] == sum(
+            len(entry["faults"]) for entry in report["episodes"]
+        )
+    assert f"    {report['command']} --markdown" in page.read_text()
+    # The first episodes of a longer evaluation are the same, to the byte of what every method says of them.
+    few = ["2" if word == "30" else word for word in again]
+    assert main(["lab", "evaluate", *few, "--json", "--jobs", "1"]) == OK
+    for entry, same in zip(json.loads(capsys.readouterr().out)["episodes"], report["episodes"], strict=False):
+        for answer, before in zip(entry["answers"], same["answers"], strict=True):
+            assert {**answer, "computing_s": 0} == {**before, "computing_s": 0}
+        assert entry["faults"] == same["faults"]
