@@ -282,6 +282,17 @@ def test_short_messages_survive_any_loss(size: int, loss: float, seed: int) -> N
     assert lost == len(seen(result, Seen.NAK)) + len(seen(result, Seen.TIMEOUT))
 
 
+def test_each_port_counts_the_packets_that_it_lost() -> None:
+    cluster = Cluster(nodes=3, gpus=1, channels=1)
+    made = case(cluster, [all_gpus(cluster)], transfer(512 * MIB, 0, 2))
+    rows = [(made.fabric.egress(0), 1e-3), (made.fabric.ingress(2), 3e-3), (made.fabric.ingress(1), 0.5)]
+    result = made.run(changes(*((0, Target.LINK_LOSS, link, loss) for link, loss in rows)), timeout=4)
+    lost = last_counters(result)["lost_packets"].astype(int)
+    assert lost.sum() == len(seen(result, Seen.NAK)) + len(seen(result, Seen.TIMEOUT))
+    assert lost[1] == 0
+    assert lost[2] / lost.sum() == pytest.approx(0.75, abs=0.1)
+
+
 def test_a_lost_last_packet_waits_for_the_senders_timer() -> None:
     """Nothing comes after it, at which its receiver could notice."""
     cluster = Cluster(nodes=2, gpus=1, channels=1)
@@ -298,6 +309,19 @@ def test_a_lost_last_packet_waits_for_the_senders_timer() -> None:
     # One of the eight packets is the last one.
     assert 2 <= sum(end > timer_ns for end in ended) <= 30
     assert sum(MS * 0.012 < end < timer_ns for end in ended) >= 10
+
+
+def test_only_what_passes_a_node_of_the_cluster_is_counted() -> None:
+    made, into = programs(Cluster(nodes=2, gpus=1)).with_tenant(NONE, 1)
+    made, out = made.with_tenant(0, NONE)
+    result = made.run(background((into, MIB, 0, MS), (out, MIB, 0, MS)), 2e-3)
+    ends = {(int(row["flow"]), int(row["rx"])) for row in result.samples}
+    assert ends == {(into, 1), (out, 0)}
+    counters = last_counters(result)
+    assert len(counters) == 2
+    assert counters["tx_bytes"].tolist() == [by_flow(result, made.network, 0)[out], 0]
+    assert counters["rx_bytes"].tolist() == [0, by_flow(result, made.network, 1)[into]]
+    assert MS * line(made.cluster) <= counters["tx_bytes"][0] <= MS * line(made.cluster) + MIB
 
 
 # Links that break

@@ -158,6 +158,22 @@ void set_loss(struct engine *e, int32_t flow) {
     reschedule(e, flow);
 }
 
+/* Counts a lost packet on the port that lost it, if a link's errors and no full queue did. */
+static void blame(struct engine *e, const struct flow *f) {
+    double all = 0, drawn;
+    for (int hop = 0; hop < f->hops; hop++)
+        all += e->in->links[f->in->path[hop]].loss;
+    drawn = uniform(e) * all;
+    for (int hop = 0; hop < f->hops; hop++) {
+        const struct link_in *link = &e->in->links[f->in->path[hop]];
+        if ((drawn -= link->loss) >= 0)
+            continue;
+        if (link->nic != NONE)
+            e->nics[link->nic].counters.lost_packets++;
+        return;
+    }
+}
+
 /* A packet is lost now: what comes after it is thrown away until it has been sent again. */
 void lose(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
@@ -172,9 +188,7 @@ void lose(struct engine *e, int32_t flow) {
     /* The fluid is there at once, whose last packet was the lost one. */
     f->delivered = f->delivered < f->limit ? f->delivered : f->limit;
     f->meters[1].skip += f->injected - f->limit;
-    for (int hop = 0; hop < f->hops; hop++)
-        if (e->in->links[f->in->path[hop]].loss > 0 && e->in->links[f->in->path[hop]].nic != NONE)
-            e->nics[e->in->links[f->in->path[hop]].nic].counters.lost_packets++;
+    blame(e, f);
     f->retry_ns = e->now + e->in->retry_ns;
     at(e, f->retry_ns, DUE_RETRY, flow, 0);
     at(e, e->now + 2 * f->in->latency_ns + (f->rx > 0 ? f->backlog / f->rx : 0), DUE_NAK, flow, 0);
