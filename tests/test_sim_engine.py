@@ -132,6 +132,7 @@ def _holds_together(made: Case, result: Result) -> None:
     assert (rows["first_tx_ns"] <= rows["last_tx_ns"]).all()
     assert (rows["first_tx_ns"] < rows["first_rx_ns"]).all()
     assert (rows["last_tx_ns"] < rows["last_rx_ns"]).all()
+    assert (rows["first_rx_ns"] < rows["last_rx_ns"]).all()
     assert (rows["last_rx_ns"] <= result.call_times["end_ns"][rows["recv_call"]]).all()
     assert (rows["first_tx_ns"] >= result.call_times["start_ns"][rows["call"]]).all()
 
@@ -216,3 +217,4 @@ def test_faults_that_pass_change_times_but_not_what_arrives(data: st.DataObject)
         assert all((by_flow(result, network, rx, name) == asked).all() for rx in (0, 1))
     assert (result.moved["first_tx_ns"] <= result.moved["last_tx_ns"]).all()
     assert (result.moved["last_tx_ns"] < result.moved["last_rx_ns"]).all()
+    assert (result.moved["first_rx_ns"] < result.moved["last_rx_ns"]).all()

@@ -230,6 +230,22 @@ def test_who_receives_holds_back_the_sender_by_its_slots() -> None:
     assert by_flow(result, made.network, 0)[0] == 64 * MIB
 
 
+@pytest.mark.parametrize("size", [1000, 5 * MIB, 100 * MIB])
+@pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.ALL_GATHER, Kind.REDUCE_SCATTER])
+def test_a_ring_sends_two_slices_in_each_step_and_loop(kind: Kind, size: int) -> None:
+    """Chunks are 2 MiB, of each rank and loop in an AllReduce; one clear-to-send goes ahead of each slice."""
+    cluster = Cluster(nodes=3, gpus=2, channels=2)
+    made = case(cluster, [all_gpus(cluster)], everyone(kind, size, 6))
+    result = made.run()
+    channels = int(made.calls["channels"][0])
+    steps = 5 * (2 if kind == Kind.ALL_REDUCE else 1)
+    loops = -(-size // (channels * 6 * 2 * MIB))
+    far = made.network.connections
+    expected = np.where((far["flows"] > 0) & (far["channel"] < channels), steps * loops * 2, 0)
+    for name in ("reverse_ctl", "reverse_acks"):
+        assert by_flow(result, made.network, 0, name).tolist() == expected[far["flows"] > 0].tolist()
+
+
 # Clocks and bins
 
 
