@@ -19,7 +19,7 @@ from recordings import Fault
 from pulse_bpf import analysis, schema
 from pulse_bpf.analysis.baselines.calls import CALLS
 from pulse_bpf.cli import main
-from pulse_bpf.errors import OK
+from pulse_bpf.errors import HOST, OK, USAGE
 from pulse_bpf.lab import episodes
 from pulse_bpf.lab.boundaries import Boundaries
 from pulse_bpf.lab.episodes import Answer, Outcome, carry_out, plan
@@ -202,6 +202,25 @@ def test_the_tables_name_every_scenario_method_and_failure() -> None:
     for table in made:
         assert {len(row) for row in table.rows} == {len(table.columns)}
         assert len(table.markdown().splitlines()) >= len(table.rows) + 3
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--method", "guess"], ["--scenarios", "flood"], ["--episodes", "0"], ["--jobs", "0"]]
+)
+def test_what_there_is_not_cannot_be_evaluated(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "evaluate", *wrong]) == USAGE
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_the_tables_come_also_where_the_page_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def done(_carry_out: object, _episodes: object, _jobs: int) -> list[Outcome]:
+        return [_outcome(0, EXACT)]
+
+    monkeypatch.setattr("pulse_bpf.lab.evaluate._carried_out", done)
+    assert main(["lab", "evaluate", "--episodes", "1", "--markdown", str(tmp_path / "no/page.md")]) == HOST
+    assert SCENARIOS[EPISODE.scenario].title in capsys.readouterr().out
 
 
 def test_thirty_episodes_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

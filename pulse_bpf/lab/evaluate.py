@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pulse_bpf.errors import OK, PARTIAL, UsageError
+from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
 
 if TYPE_CHECKING:
     from pulse_bpf.lab.episodes import Episode, Outcome
@@ -73,15 +73,22 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     )
     made = tables(outcomes, methods)
     command = shlex.join(["pulse", "lab", "evaluate", *_again(arguments)])
-    if arguments.markdown:
-        arguments.markdown.write_text(_document(made, command))
     if arguments.json:
         print(json.dumps(_report(outcomes, methods, command), indent=1))
     else:
         console = Console(width=None if sys.stdout.isatty() else 160)
         for table in made:
             console.print(table.rich(), "")
+    if arguments.markdown:
+        _write(arguments.markdown, _document(made, command))
     return PARTIAL if len(outcomes) < len(episodes) or any(each.error for each in outcomes) else OK
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise HostError(f"cannot write {path}", error.strerror or str(error)) from error
 
 
 def _check_names(what: str, wanted: Sequence[str], known: Sequence[str]) -> None:
