@@ -95,14 +95,22 @@ static struct moved *moved_by(const struct engine *e, const struct message *m) {
     return (struct moved *)e->out->moved.data + row;
 }
 
+/* The first byte comes when it was sent and all messages before are there. */
+static void reception_begins(struct engine *e, const struct flow *f) {
+    const struct message *m = message(f, f->first);
+    if (f->first == f->last || m->connection == NONE)
+        return;
+    if (isnan(moved_by(e, m)->first_rx_ns))
+        moved_by(e, m)->first_rx_ns = e->now + f->in->latency_ns;
+}
+
 static void injection_begins(struct engine *e, const struct flow *f, const struct message *m) {
     if (m->connection == NONE)
         return;
-    struct moved *moved = moved_by(e, m);
-    if (isnan(moved->first_tx_ns)) {
-        moved->first_tx_ns = e->now;
-        moved->first_rx_ns = e->now + f->in->latency_ns + (f->rx > 0 ? f->backlog / f->rx : 0);
-    }
+    if (isnan(moved_by(e, m)->first_tx_ns))
+        moved_by(e, m)->first_tx_ns = e->now;
+    if (f->first == f->inject)
+        reception_begins(e, f);
 }
 
 void post_message(struct engine *e, int32_t flow, int32_t connection, uint32_t slice, double bytes) {
@@ -302,6 +310,7 @@ void flow_due(struct engine *e, int32_t flow) {
         lose(e, flow);
     while (f->first != f->inject && f->delivered >= message(f, f->first)->end - LEAST_BYTES) {
         const struct message *m = message(f, f->first++);
+        reception_begins(e, f);
         if (m->connection != NONE)
             delivered_part(e, m->connection, m->slice);
     }
