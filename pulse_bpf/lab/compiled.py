@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ def compiled(sources: Sequence[Path], cache: Path, command: Sequence[str], needs
     product = cache / f"{sources[0].stem}-{digest[:16]}{suffix}"
     if product.exists():
         return product
-    partial = product.with_suffix(f".{os.getpid()}.tmp")
+    partial = product.with_suffix(f".{os.getpid()}-{threading.get_ident()}.tmp")
     what, install = (
         f"cannot compile the lab's {sources[0].name}",
         f"Install what it needs: apt-get install {needs}",
