@@ -205,9 +205,10 @@ void lose(struct engine *e, int32_t flow) {
 /* Sends again from `position` on. */
 static void rewind_to(struct engine *e, int32_t flow, double position) {
     struct flow *f = &e->flows[flow];
-    double wrong = f->injected - (f->delivered > position ? f->delivered : position);
+    double good = position > f->delivered ? position - f->delivered : 0;
     f->repeat_until = f->injected > f->repeat_until ? f->injected : f->repeat_until;
-    f->waste = f->backlog < wrong ? f->backlog : wrong;
+    /* All that is queued but not in order, also what an earlier loss left there. */
+    f->waste = f->backlog > good ? f->backlog - good : 0;
     f->injected = position;
     f->doomed = 0;
     f->limit = NEVER;
