@@ -205,6 +205,14 @@ def test_a_slow_gpu_copies_more_slowly() -> None:
     assert linked[1] - alone_ns[1] == pytest.approx(size * 8 / 90 - size * 8 / 900)
 
 
+def test_kernels_that_copy_at_once_share_nvlink() -> None:
+    cluster, size = Cluster(nodes=9, gpus=1, channels=1), 32 * 1024
+    launch = np.concatenate([transfer(size, 0, peer) for peer in range(1, 9)])
+    times = case(cluster, [all_gpus(cluster)], launch).run().call_times[:8]
+    gbps = np.minimum(cluster.channel_gbps, cluster.nvlink_gbps / np.arange(1, 9))
+    assert times["end_ns"] - times["start_ns"] == pytest.approx(SLICE_NS + size * 8 / gbps)
+
+
 @pytest.mark.parametrize("algorithm", [Algorithm.RING, Algorithm.TREE])
 def test_all_members_wait_for_a_late_one(algorithm: Algorithm) -> None:
     cluster = Cluster(nodes=4, gpus=2, channels=2)

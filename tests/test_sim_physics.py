@@ -282,6 +282,15 @@ def test_short_messages_survive_any_loss(size: int, loss: float, seed: int) -> N
     assert lost == len(seen(result, Seen.NAK)) + len(seen(result, Seen.TIMEOUT))
 
 
+def test_the_packet_after_a_short_lost_one_tells_of_it() -> None:
+    """Many messages of a packet each, one right after the other: no timer is needed but for the last."""
+    made = case(Cluster(nodes=2, gpus=1), [[0, 1]], np.concatenate([transfer(500, 0, 1)] * 1000))
+    result = made.run(changes((0, Target.LINK_LOSS, made.fabric.egress(0), 0.3)))
+    assert len(seen(result, Seen.NAK)) > 30
+    assert len(seen(result, Seen.TIMEOUT)) <= 1
+    assert not np.isnan(result.call_times["end_ns"]).any()
+
+
 def test_each_port_counts_the_packets_that_it_lost() -> None:
     cluster = Cluster(nodes=3, gpus=1, channels=1)
     made = case(cluster, [all_gpus(cluster)], transfer(512 * MIB, 0, 2))
