@@ -93,6 +93,23 @@ def test_a_slow_egress_stretches_the_ring_for_all_members_alike(factor: float, c
         assert durations.mean() == pytest.approx(ideal_ns, rel=0.05)
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_the_slowest_of_several_queue_pairs_sets_the_pace(split: bool) -> None:
+    """Slices overtake each other; their receiver takes them in order, and no more are under way than slots."""
+    cluster = Cluster(nodes=2, gpus=1, channels=1, nodes_per_leaf=1, spines=8, qps_per_connection=4)
+    size, factor = 64 * MIB, 0.02
+    made = case(
+        cluster, [[0, 1]], *[transfer(size // 4, 0, 1)] * 4, options=replace(TREE, split=split), seed=1
+    )
+    uplinks = made.network.flows["path"][:, 2]
+    slow = next(uplink for uplink in uplinks if (uplinks == uplink).sum() == 1)
+    result = made.run(changes((0, Target.LINK_FACTOR, slow, factor)))
+    assert by_flow(result, made.network, 1).tolist() == [size // 4] * 4
+    assert (result.call_times["end_ns"][result.moved["recv_call"]] > result.moved["last_rx_ns"]).all()
+    taken_ns = result.call_times["end_ns"].max()
+    assert taken_ns == pytest.approx(size / 4 / (factor * line(cluster)), rel=0.05)
+
+
 # Shares
 
 
@@ -284,8 +301,8 @@ def test_short_messages_survive_any_loss(size: int, loss: float, seed: int) -> N
 
 def test_the_packet_after_a_short_lost_one_tells_of_it() -> None:
     """Many messages of a packet each, one right after the other: no timer is needed but for the last."""
-    made = case(Cluster(nodes=2, gpus=1), [[0, 1]], np.concatenate([transfer(500, 0, 1)] * 1000))
-    result = made.run(changes((0, Target.LINK_LOSS, made.fabric.egress(0), 0.3)))
+    made = case(Cluster(nodes=2, gpus=1), [[0, 1]], np.concatenate([transfer(100, 0, 1)] * 2000))
+    result = made.run(changes((0, Target.LINK_LOSS, made.fabric.egress(0), 0.9)))
     assert len(seen(result, Seen.NAK)) > 30
     assert len(seen(result, Seen.TIMEOUT)) <= 1
     assert not np.isnan(result.call_times["end_ns"]).any()
