@@ -65,7 +65,7 @@ void reschedule(struct engine *e, int32_t flow) {
         if (f->first != f->last && message(f, f->first)->end <= f->limit &&
             (t = (message(f, f->first)->end - f->delivered + f->waste) / f->rx) < soonest)
             soonest = t;
-        if (f->rx > f->tx && f->backlog > 0 && (t = f->backlog / (f->rx - f->tx)) < soonest)
+        if (f->rx > f->tx && (t = f->backlog / (f->rx - f->tx)) < soonest)
             soonest = t;
     }
     f->scheduled = soonest < NEVER;
@@ -315,7 +315,8 @@ void flow_due(struct engine *e, int32_t flow) {
         if (m->connection != NONE)
             delivered_part(e, m->connection, m->slice);
     }
-    if (began != has_message(f) || backlogged != (f->backlog > 0))
+    /* The queue can have run empty at a look at it just before. */
+    if (began != has_message(f) || backlogged != (f->backlog > 0) || (f->rx > f->tx && f->backlog <= 0))
         dirty_path(e, flow);
     else
         reschedule(e, flow);

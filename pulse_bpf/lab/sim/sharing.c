@@ -320,7 +320,8 @@ static void apply(struct engine *e, const struct part *part) {
             continue;
         advance(e, flow);
         f->tx = f->new_tx;
-        f->rx = f->new_rx;
+        /* A queue can have run empty by the rounding of the time since. */
+        f->rx = f->backlog > 0 || f->new_rx < f->tx ? f->new_rx : f->tx;
         reschedule(e, flow);
         if (!f->ticking && f->bottleneck != NONE && (f->backlog > 0 || f->tx > f->rx))
             tick_later(e, flow);
