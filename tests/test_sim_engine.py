@@ -93,6 +93,13 @@ def test_every_call_ends_and_every_byte_arrives(made: Case) -> None:
     _holds_together(made, result)
 
 
+def test_nothing_comes_out_of_a_queue_that_a_look_at_it_found_empty() -> None:
+    """Two rings cross one spine; a clear-to-send comes in the moment in which a queue runs empty."""
+    cluster = Cluster(nodes=6, gpus=4, channels=2, nodes_per_leaf=1, spines=1, path_mtu=1024, pxn=False)
+    made = case(cluster, [[12, *range(1, 10)]], everyone(Kind.ALL_GATHER, MIB, 10))
+    _holds_together(made, made.run())
+
+
 def _holds_together(made: Case, result: Result) -> None:
     """What is true of a run in which nothing was lost and all calls ended."""
     network, cluster = made.network, made.cluster
