@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import shutil
 import tempfile
@@ -28,6 +29,8 @@ METHODS = (PULSE, *BASELINES)
 SECONDS = (0.5, 2.0)
 # Narrow bins are recorded for less time: a recording of 64 GPUs stays within a few gigabytes of memory.
 MOST_BINS = 50_000
+# No engine or method may stop all the others.
+LIMIT_S = 300.0
 # Half of the episodes are seen as the paper sees them.
 SOURCES = ("packets", "packets", "pcc", "diag+netlink")
 # Of the episodes, in how many the collectors miss something or came late, in one of the ways there are.
@@ -117,14 +120,18 @@ def _planned(number: int, name: str, seed: int, nodes: int, gpus: int) -> Episod
 
 
 def carry_out(episode: Episode, methods: Sequence[str], keep: Path | None) -> Outcome:
-    """Simulates `episode` in a temporary directory, or in one of its own under `keep`, and asks all `methods`."""
-    if keep is not None:
-        return _carry_out(episode, methods, keep / f"{episode.number:04d}-{episode.scenario}")
-    directory = Path(tempfile.mkdtemp(prefix="pulse-episode-"))
+    """Simulates `episode` in a temporary directory, or in one of its own under `keep`, and asks all `methods`.
+
+    Ends the process, with a traceback, where that takes longer than LIMIT_S.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="pulse-episode-")) if keep is None else keep
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     try:
-        return _carry_out(episode, methods, directory / "recording")
+        return _carry_out(episode, methods, directory / f"{episode.number:04d}-{episode.scenario}")
     finally:
-        shutil.rmtree(directory)
+        faulthandler.cancel_dump_traceback_later()
+        if keep is None:
+            shutil.rmtree(directory)
 
 
 def _carry_out(episode: Episode, methods: Sequence[str], directory: Path) -> Outcome:

@@ -118,7 +118,7 @@ def _carried_out(
         task = progress.add_task("episodes", total=len(episodes))
         try:
             for episode, outcome in in_processes(carry_out, episodes, jobs):
-                outcomes.append(outcome or Outcome(episode, [], [], 0.0, "its process died"))
+                outcomes.append(outcome or Outcome(episode, [], [], 0.0, "its process died or took too long"))
                 progress.advance(task)
         except KeyboardInterrupt:
             _stderr.print(f"interrupted after {len(outcomes)} of {len(episodes)} episodes")
