@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 from sim_networks import RING
 
+from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim import engine, nccl
-from pulse_bpf.lab.sim.fabric import Fabric, background_flow
+from pulse_bpf.lab.sim.fabric import NIC_LATENCY_NS, SWITCH_LATENCY_NS, Fabric, latency_ns
 from pulse_bpf.lab.sim.model import (
     BACKGROUND,
     CALL,
     CHANGE,
     CLOCK,
+    CONNECTION,
+    FLOW,
+    LINK,
+    MAX_HOPS,
     NONE,
     PAUSE,
     TASK,
@@ -27,6 +32,7 @@ from pulse_bpf.lab.sim.model import (
     Network,
     Result,
     Settings,
+    Stage,
     Target,
 )
 from pulse_bpf.lab.sim.tuning import NcclOptions
@@ -68,6 +74,54 @@ class Case:
     def with_tenant(self, src_nic: int, dst_nic: int, udp_sport: int = 0xC000) -> tuple[Case, int]:
         network, flow = background_flow(self.network, self.fabric, src_nic, dst_nic, udp_sport)
         return replace(self, network=network), flow
+
+
+def background_flow(
+    network: Network, fabric: Fabric, src_nic: int, dst_nic: int, udp_sport: int
+) -> tuple[Network, int]:
+    """The network with a tenant's connection of one flow, that belongs to no communicator; and the flow's number.
+
+    With `src_nic` or `dst_nic` NONE that end is a node outside, behind the spines. Only a port of it is modelled:
+    a link at the end of `links`, of a NIC numbered after all others, which has no GPU.
+    """
+    links = network.links
+    used = network.flows
+    if src_nic == NONE and dst_nic == NONE:
+        raise UsageError("a tenant's flow touches no NIC of the cluster", "both ends are outside", "name one")
+    outside = max([fabric.nics - 1, *used["src_nic"], *used["dst_nic"]]) + 1
+    if src_nic == NONE or dst_nic == NONE:
+        port = np.zeros(1, LINK)
+        port["gbps"], port["nic"] = fabric.cluster.nic_gbps, outside
+        path = np.full(MAX_HOPS, NONE, np.int32)
+        if src_nic == NONE:
+            src_nic, port["stage"] = outside, Stage.SENDER
+            down = fabric.downlinks(fabric.leaf(dst_nic))[fabric.spine(src_nic, dst_nic, udp_sport)]
+            path[:4] = len(links), down, fabric.ingress(dst_nic), fabric.pcie_write(dst_nic)
+        else:
+            dst_nic, port["stage"] = outside, Stage.SWITCH
+            up = fabric.uplinks(fabric.leaf(src_nic))[fabric.spine(src_nic, dst_nic, udp_sport)]
+            path[:4] = fabric.pcie_read(src_nic), fabric.egress(src_nic), up, len(links)
+        links = np.concatenate([links, port])
+    else:
+        path = fabric.path(src_nic, dst_nic, udp_sport)
+    flow = np.zeros(1, FLOW)
+    flow["connection"], flow["src_nic"], flow["dst_nic"] = len(network.connections), src_nic, dst_nic
+    flow["path"] = path
+    # A node outside is as far away as one behind another leaf.
+    far_ns = NIC_LATENCY_NS + 3 * SWITCH_LATENCY_NS
+    flow["latency_ns"] = far_ns if outside in (src_nic, dst_nic) else latency_ns(path)
+    connection = np.zeros(1, CONNECTION)
+    connection["comm"] = connection["channel"] = NONE
+    connection["src"] = connection["src_proxy"] = NONE if src_nic == outside else src_nic
+    connection["dst"] = connection["dst_proxy"] = NONE if dst_nic == outside else dst_nic
+    connection["flow"], connection["flows"], connection["slots"] = len(used), 1, 8
+    larger = replace(
+        network,
+        links=links,
+        flows=np.concatenate([used, flow]),
+        connections=np.concatenate([network.connections, connection]),
+    )
+    return larger, len(used)
 
 
 def task(**given: float) -> Array:

@@ -212,9 +212,8 @@ def incidents(draw: st.DrawFn, made: Case) -> Incident:
 def test_faults_that_pass_change_times_but_not_what_arrives(data: st.DataObject) -> None:
     made = data.draw(cases())
     incident = data.draw(incidents(made))
-    lossless = data.draw(st.booleans())
     healthy = made.run()
-    result = made.run(incident, timeout=3, retry_count=10**6, lossless=lossless)
+    result = made.run(incident, timeout=3, retry_count=10**6)
     network = made.network
     assert not np.isnan(result.call_times["end_ns"]).any()
     assert moved_by_connection(result, network).tolist() == moved_by_connection(healthy, network).tolist()

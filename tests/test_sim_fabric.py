@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sim_networks import all_gpus, built, everyone
+from sim_programs import background_flow
 
 from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim import fabric as fabrics
-from pulse_bpf.lab.sim.fabric import UDP_SPORTS, Fabric, background_flow, flows_over, latency_ns
+from pulse_bpf.lab.sim.fabric import UDP_SPORTS, Fabric, flows_over, latency_ns
 from pulse_bpf.lab.sim.model import NONE, Cluster, Kind, Network, Stage
 
 CLUSTERS = st.builds(

@@ -195,7 +195,7 @@ static void handle(struct engine *e, const struct due *due) {
         break;
     case DUE_QUEUE:
         if (e->links[due->id].version == due->version)
-            queue_due(e, due->id);
+            dirty_link(e, due->id);
         break;
     case DUE_TICK:
         tick(e, due->id);

@@ -126,7 +126,7 @@ struct inputs {
     int64_t gpu_count, gpus_per_node;
     uint64_t seed;
     double end_ns, record_ns, bin_ns, counter_interval_ns, retry_ns, mtu_bytes, channel_gbps, nvlink_gbps;
-    int32_t retry_count, lossless, p2p_parts, tenant_nics;
+    int32_t retry_count, p2p_parts, tenant_nics;
 };
 
 struct outputs {
@@ -331,7 +331,6 @@ void background_due(struct engine *e, int32_t row);
 void dirty_path(struct engine *e, int32_t flow);
 void dirty_link(struct engine *e, int32_t link);
 void share(struct engine *e);
-void queue_due(struct engine *e, int32_t link);
 void tick(struct engine *e, int32_t flow);
 void account_pauses(struct engine *e);
 

@@ -34,6 +34,8 @@ SOURCES = [_HERE / name for name in _PARTS]
 # has an `advance` of its own.
 _OPTIONS = ("-std=c11", "-O2", "-ffp-contract=off", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-Bsymbolic")
 _COMPILE = ("gcc", *_OPTIONS, "-lm")
+# MAX_STREAMS and half of SLICES in engine.h.
+_MOST_STREAMS, _MOST_SLOTS = 16, 16
 # Ethernet with its gap and preamble 38, IPv4 20, UDP 8, base transport header 12, ICRC 4.
 _PACKET_OVERHEAD_BYTES = 82
 
@@ -66,7 +68,7 @@ class _Inputs(ctypes.Structure):
             for name in ("end_ns", "record_ns", "bin_ns", "counter_interval_ns", "retry_ns", "mtu_bytes")
         ),
         *((name, ctypes.c_double) for name in ("channel_gbps", "nvlink_gbps")),
-        *((name, ctypes.c_int32) for name in ("retry_count", "lossless", "p2p_parts", "tenant_nics")),
+        *((name, ctypes.c_int32) for name in ("retry_count", "p2p_parts", "tenant_nics")),
     )
 
 
@@ -97,6 +99,11 @@ def run(
     The same arguments give the same result. Links give their payload's share of the line rate, headers taken
     off. HostError when the engine cannot be compiled.
     """
+    if (
+        job.tasks["stream"].max(initial=0) >= _MOST_STREAMS
+        or network.connections["slots"].max(initial=0) > _MOST_SLOTS
+    ):
+        raise ValueError("more streams or slots than the engine has places for")
     links = network.links.copy()
     links["gbps"] *= cluster.path_mtu / (cluster.path_mtu + _PACKET_OVERHEAD_BYTES)
     gpus = cluster.nodes * cluster.gpus
@@ -134,7 +141,6 @@ def run(
         channel_gbps=cluster.channel_gbps,
         nvlink_gbps=cluster.nvlink_gbps,
         retry_count=settings.retry_count,
-        lossless=settings.lossless,
         p2p_parts=P2P_PARTS,
         tenant_nics=max(0, int(links["nic"].max(initial=0)) + 1 - gpus),
     )

@@ -11,15 +11,11 @@ packet spraying), and spines that never run full inside. Where a fabric sprays, 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim.model import (
-    CONNECTION,
-    FLOW,
     LINK,
     MAX_HOPS,
     NONE,
@@ -181,51 +177,3 @@ def reroute(network: Network, fabric: Fabric, flow: int, udp_sport: int) -> None
     row["udp_sport"] = udp_sport
     row["path"] = fabric.path(row["src_nic"], row["dst_nic"], udp_sport)
     row["latency_ns"] = latency_ns(row["path"])
-
-
-def background_flow(
-    network: Network, fabric: Fabric, src_nic: int, dst_nic: int, udp_sport: int
-) -> tuple[Network, int]:
-    """The network with a tenant's connection of one flow, that belongs to no communicator; and the flow's number.
-
-    With `src_nic` or `dst_nic` NONE that end is a node outside, behind the spines. Only a port of it is modelled:
-    a link at the end of `links`, of a NIC numbered after all others, which has no GPU.
-    """
-    links = network.links
-    used = network.flows
-    if src_nic == NONE and dst_nic == NONE:
-        raise UsageError("a tenant's flow touches no NIC of the cluster", "both ends are outside", "name one")
-    outside = max([fabric.nics - 1, *used["src_nic"], *used["dst_nic"]]) + 1
-    if src_nic == NONE or dst_nic == NONE:
-        port = np.zeros(1, LINK)
-        port["gbps"], port["nic"] = fabric.cluster.nic_gbps, outside
-        path = np.full(MAX_HOPS, NONE, np.int32)
-        if src_nic == NONE:
-            src_nic, port["stage"] = outside, Stage.SENDER
-            down = fabric.downlinks(fabric.leaf(dst_nic))[fabric.spine(src_nic, dst_nic, udp_sport)]
-            path[:4] = len(links), down, fabric.ingress(dst_nic), fabric.pcie_write(dst_nic)
-        else:
-            dst_nic, port["stage"] = outside, Stage.SWITCH
-            up = fabric.uplinks(fabric.leaf(src_nic))[fabric.spine(src_nic, dst_nic, udp_sport)]
-            path[:4] = fabric.pcie_read(src_nic), fabric.egress(src_nic), up, len(links)
-        links = np.concatenate([links, port])
-    else:
-        path = fabric.path(src_nic, dst_nic, udp_sport)
-    flow = np.zeros(1, FLOW)
-    flow["connection"], flow["src_nic"], flow["dst_nic"] = len(network.connections), src_nic, dst_nic
-    flow["path"] = path
-    # A node outside is as far away as one behind another leaf.
-    far_ns = NIC_LATENCY_NS + 3 * SWITCH_LATENCY_NS
-    flow["latency_ns"] = far_ns if outside in (src_nic, dst_nic) else latency_ns(path)
-    connection = np.zeros(1, CONNECTION)
-    connection["comm"] = connection["channel"] = NONE
-    connection["src"] = connection["src_proxy"] = NONE if src_nic == outside else src_nic
-    connection["dst"] = connection["dst_proxy"] = NONE if dst_nic == outside else dst_nic
-    connection["flow"], connection["flows"], connection["slots"] = len(used), 1, 8
-    larger = replace(
-        network,
-        links=links,
-        flows=np.concatenate([used, flow]),
-        connections=np.concatenate([network.connections, connection]),
-    )
-    return larger, len(used)

@@ -90,7 +90,8 @@ void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double 
 void count_control(struct engine *e, int32_t flow, int rx, double t_ns, int ctl, int acks) {
     int32_t nic = nic_of(e, flow, rx);
     struct meter *m = &e->flows[flow].meters[rx];
-    /* What the flow moved before belongs to earlier bins; whether recorded or not, that rounding be the same. */
+    /* What the flow moved before belongs to earlier bins; whether recorded or not, that rounding be the same.
+     */
     advance(e, flow);
     if (nic >= e->in->gpu_count || t_ns < e->in->record_ns)
         return;

@@ -306,7 +306,6 @@ class Settings:
     # Retransmission timer, 4.096 us * 2^timeout.
     timeout: int = 14
     retry_count: int = 7
-    lossless: bool = True  # PFC; without it a full queue drops
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ static int hold_back(struct engine *e, const struct part *part) {
     int full = 0;
     for (int32_t n = 0; n < part->link_count; n++) {
         struct link *l = &e->links[part->links[n]];
-        l->full = e->in->lossless && l->queue >= FULL_BYTES - 1 && l->growth > 0;
+        l->full = l->queue >= FULL_BYTES - 1 && l->growth > 0;
         full |= l->full;
         l->share_cap = NEVER;
     }
@@ -332,8 +332,6 @@ static void apply(struct engine *e, const struct part *part) {
         l->version++;
         if (l->growth <= 0 || l->full)
             continue;
-        if (!e->in->lossless && until_full < TICK_NS && l->queue >= FULL_BYTES - 1)
-            until_full = TICK_NS;
         at(e, e->now + until_full, DUE_QUEUE, part->links[n], l->version);
     }
 }
@@ -367,17 +365,6 @@ void share(struct engine *e) {
         apply(e, &part);
     }
     e->dirty_count = 0;
-}
-
-/* A port's queue is full: those that feed it are paused, or lose packets. */
-void queue_due(struct engine *e, int32_t link) {
-    struct link *l = &e->links[link];
-    for (int32_t n = 0; !e->in->lossless && n < l->flow_count; n++) {
-        advance(e, l->flows[n]);
-        if (e->flows[l->flows[n]].bottleneck == link && e->flows[l->flows[n]].tx > e->flows[l->flows[n]].rx)
-            lose(e, l->flows[n]);
-    }
-    dirty_link(e, link);
 }
 
 static double queue_before(const struct engine *e, const struct flow *f) {
