@@ -1,10 +1,11 @@
 #include "core.h"
 
-#define PCC_SEALED ((uint64_t)1 << 63)
+#define PCC_SEALED ((uint64_t)1 << 63) /* in an epoch's key; a flow's place that is free has it alone */
 #define PCC_COLD __attribute__((noinline, cold))
+#define PCC_HOT inline __attribute__((always_inline))
 
 enum {
-    MAX_EPOCHS = 1 << 24,
+    MAX_EPOCHS = 1 << 23, /* which end within 4 GiB, so that 32 bits tell where one is */
     EIGHTH_SHIFT = PCC_BIN_SHIFT - 3,
     EIGHTHS = 8 * (PCC_SPREAD_BINS + 1),
 };
@@ -25,9 +26,13 @@ struct pcc {
     uint32_t target;
     uint32_t poll;
     uint32_t last_ns;
-    uint32_t reciprocals[EIGHTHS + 1]; /* 2^16 / n, since there is no division where events are counted */
+    uint32_t reciprocals[EIGHTHS]; /* 2^16 / (n + 1), since there is no division where events are counted */
     struct pcc_counters counters;
 };
+
+static uint32_t offset_of(const struct pcc *pcc, const struct pcc_epoch *epoch) {
+    return (uint32_t)((const char *)epoch - (const char *)pcc);
+}
 
 static uint32_t flow_places(uint32_t flow_bits) {
     return (1u << flow_bits) + PCC_PROBES - 1;
@@ -46,20 +51,21 @@ struct pcc *pcc_create(void *memory, uint64_t bytes, uint32_t flow_bits, uint32_
         return 0;
     epochs = (bytes - pcc_bytes(flow_bits, 0)) / sizeof(struct pcc_epoch);
     pcc->epoch_count = epochs < MAX_EPOCHS ? (uint32_t)epochs : MAX_EPOCHS;
-    pcc->epochs = (struct pcc_epoch *)(pcc + 1);
-    pcc->flows = (struct pcc_flow *)(pcc->epochs + pcc->epoch_count);
-    pcc->ages = (uint8_t *)(pcc->flows + flow_places(flow_bits));
-    pcc->hash_factor = 0x9e3779b97f4a7c15u;
+    pcc->flows = (struct pcc_flow *)(pcc + 1);
+    pcc->epochs = (struct pcc_epoch *)(pcc->flows + flow_places(flow_bits));
+    pcc->ages = (uint8_t *)(pcc->epochs + pcc->epoch_count);
+    pcc->hash_factor = (uint64_t)0x9e3779b9 << 32;
     pcc->hash_shift = 64 - flow_bits;
     pcc->is_cumulative = cumulative;
-    for (uint32_t n = 1; n <= EIGHTHS; n++)
-        pcc->reciprocals[n] = 65536 / n;
+    for (uint32_t n = 0; n < flow_places(flow_bits); n++)
+        pcc->flows[n] = (struct pcc_flow){PCC_SEALED, 0, offset_of(pcc, pcc->epochs)};
+    for (uint32_t n = 0; n < EIGHTHS; n++)
+        pcc->reciprocals[n] = 65536 / (n + 1);
     return pcc;
 }
 
-/* Where a flow of this tag belongs in the table. */
-static struct pcc_flow *home(const struct pcc *pcc, uint64_t key) {
-    return &pcc->flows[(key << 32) * pcc->hash_factor >> pcc->hash_shift];
+static int is_taken(const struct pcc_flow *flow) {
+    return !(flow->key & PCC_SEALED);
 }
 
 static uint32_t next_place(const struct pcc *pcc, uint32_t place) {
@@ -67,7 +73,7 @@ static uint32_t next_place(const struct pcc *pcc, uint32_t place) {
 }
 
 static struct pcc_epoch *latest_epoch(const struct pcc *pcc, const struct pcc_flow *flow) {
-    return (struct pcc_epoch *)((char *)pcc->epochs + ((uint64_t)flow->epoch << 4));
+    return (struct pcc_epoch *)((char *)pcc + flow->epoch);
 }
 
 /* A new epoch for the flow, from the bin of `ns` on; 0 when all are full of what the host has not read yet.
@@ -78,7 +84,7 @@ static PCC_COLD struct pcc_epoch *open_epoch(struct pcc *pcc, struct pcc_flow *f
         return 0;
     epoch->start_ns = ns & ~(PCC_BIN_NS - 1u);
     epoch->key = flow->key;
-    flow->epoch = pcc->head_place * (uint32_t)(sizeof(*epoch) >> 4);
+    flow->epoch = offset_of(pcc, epoch);
     pcc->ages[flow - pcc->flows] = (uint8_t)pcc->poll;
     pcc->head_place = next_place(pcc, pcc->head_place);
     PCC_FENCE();
@@ -86,30 +92,30 @@ static PCC_COLD struct pcc_epoch *open_epoch(struct pcc *pcc, struct pcc_flow *f
     return epoch;
 }
 
-/* Adds to the bin of `ns` if the flow's latest epoch has it and it has room. */
-static inline int add_to_latest(const struct pcc *pcc, const struct pcc_flow *flow, uint64_t key, uint32_t ns,
-                                uint32_t units) {
-    struct pcc_epoch *epoch = latest_epoch(pcc, flow);
-    uint64_t bin = (uint64_t)(ns - epoch->start_ns) >> PCC_BIN_SHIFT;
-    if (epoch->key != key || bin >= PCC_EPOCH_BINS)
+/* Where the epoch counts what the flow of `key` sent at `ns`; 0 when it does not, or no longer. */
+static inline uint16_t *find_bin(struct pcc_epoch *epoch, uint64_t key, uint32_t ns) {
+    int64_t bin = (int32_t)(ns - epoch->start_ns) >> PCC_BIN_SHIFT; /* signed, for fewer instructions */
+    return epoch->key == key && (uint64_t)bin < PCC_EPOCH_BINS ? &epoch->units[bin] : 0;
+}
+
+/* Adds to a bin if there is one and it has room. */
+static inline int add_to(uint16_t *bin, uint64_t units) {
+    if (!bin || (units += *bin) > 0xffff)
         return 0;
-    units += epoch->units[bin];
-    if (units > 0xffff)
-        return 0;
-    epoch->units[bin] = (uint16_t)units;
+    *bin = (uint16_t)units;
     return 1;
 }
 
-/* Adds where add_to_latest has not. What is too much for a bin goes on in an epoch of its own; the host adds
- * up. */
-static PCC_COLD void add_to_new(struct pcc *pcc, struct pcc_flow *flow, uint32_t ns, uint32_t units) {
-    struct pcc_epoch *epoch = latest_epoch(pcc, flow);
-    uint32_t bin = (ns - epoch->start_ns) >> PCC_BIN_SHIFT;
+/* Adds where add_to has not. What is too much for a bin goes on in an epoch of its own; the host adds up.
+ */
+static PCC_COLD void add_to_new(struct pcc *pcc, struct pcc_flow *flow, uint32_t ns, uint64_t units) {
+    uint16_t *bin = find_bin(latest_epoch(pcc, flow), flow->key, ns);
+    struct pcc_epoch *epoch;
     if (!units)
         return;
-    if (epoch->key == flow->key && bin < PCC_EPOCH_BINS) {
-        units -= 0xffffu - epoch->units[bin];
-        epoch->units[bin] = 0xffff;
+    if (bin) {
+        units -= 0xffffu - *bin;
+        *bin = 0xffff;
     }
     epoch = open_epoch(pcc, flow, ns);
     if (epoch) {
@@ -120,29 +126,64 @@ static PCC_COLD void add_to_new(struct pcc *pcc, struct pcc_flow *flow, uint32_t
     }
 }
 
-static void add(struct pcc *pcc, struct pcc_flow *flow, uint32_t ns, uint32_t units) {
-    if (!add_to_latest(pcc, flow, flow->key, ns, units))
+static PCC_COLD void add(struct pcc *pcc, struct pcc_flow *flow, uint32_t ns, uint64_t units) {
+    if (!add_to(find_bin(latest_epoch(pcc, flow), flow->key, ns), units))
         add_to_new(pcc, flow, ns, units);
 }
 
-/* Counts a burst of at least a bin. */
-static PCC_COLD void add_burst(struct pcc *pcc, struct pcc_flow *flow, const struct pcc_event *event,
-                               uint32_t units) {
-    uint32_t ns = event->first_timestamp_ns, length = ((event->timestamp_ns - ns) >> EIGHTH_SHIFT) + 1;
-    uint32_t eighths = (PCC_BIN_NS - (ns & (PCC_BIN_NS - 1u))) >> EIGHTH_SHIFT;
-    uint32_t bins = (event->timestamp_ns >> PCC_BIN_SHIFT) - (ns >> PCC_BIN_SHIFT);
-    bins &= 0xffffffffu >> PCC_BIN_SHIFT;
-    if (length > EIGHTHS || bins > PCC_SPREAD_BINS) {
-        pcc->counters.unspread++;
-    } else {
-        uint64_t per_eighth = (uint64_t)units * pcc->reciprocals[length];
-        for (; bins; bins--, ns += PCC_BIN_NS, eighths = 8) {
-            uint32_t share = (uint32_t)(per_eighth * eighths >> 16);
-            add(pcc, flow, ns, share);
-            units -= share;
-        }
+/* Counts `share` in the bin of `ns`, `inner` in each of the `bins` - 1 after it and the rest in the last one.
+ */
+static PCC_COLD void spread(struct pcc *pcc, struct pcc_flow *flow, uint32_t ns, uint64_t bins,
+                            uint64_t share, uint64_t inner, uint64_t units) {
+    for (; bins; bins--, ns += PCC_BIN_NS, share = inner) {
+        add(pcc, flow, ns, share);
+        units -= share;
     }
-    add(pcc, flow, event->timestamp_ns, units);
+    add(pcc, flow, ns, units);
+}
+
+/* Counts a burst of at least a bin: in the latest epoch, without looking for each bin, as far as that has
+ * room. */
+static void add_burst(struct pcc *pcc, struct pcc_flow *flow, uint32_t first_ns, uint32_t ns,
+                      uint64_t units) {
+    struct pcc_epoch *epoch = latest_epoch(pcc, flow);
+    uint32_t start_ns = first_ns & ~(PCC_BIN_NS - 1u);
+    uint64_t bins = (uint64_t)((int32_t)(ns - start_ns) >> PCC_BIN_SHIFT), per_eighth, share, inner;
+    uint16_t *bin, *last;
+    if (bins - 1 >= PCC_SPREAD_BINS) {
+        pcc->counters.unspread++;
+        add(pcc, flow, ns, units);
+        return;
+    }
+    per_eighth = units * pcc->reciprocals[(int32_t)(ns - first_ns) >> EIGHTH_SHIFT];
+    share = per_eighth * ((start_ns + PCC_BIN_NS - first_ns) >> EIGHTH_SHIFT) >> 16;
+    inner = per_eighth * 8 >> 16;
+    bin = find_bin(epoch, flow->key, first_ns);
+    last = find_bin(epoch, flow->key, ns);
+    if (bin && last) {
+        for (; bin < last && add_to(bin, share); bin++, share = inner)
+            units -= share;
+        if (bin == last && add_to(bin, units))
+            return;
+        bins = (uint64_t)(last - bin);
+    }
+    spread(pcc, flow, ns - ((uint32_t)bins << PCC_BIN_SHIFT), bins, share, inner, units);
+}
+
+/* Counts a burst shorter than a bin, or hands on a longer one. */
+static PCC_HOT void count_sent(struct pcc *pcc, struct pcc_flow *flow, const struct pcc_event *event) {
+    uint32_t ns = event->timestamp_ns;
+    uint64_t units = event->count;
+    pcc->counters.events[PCC_TX]++;
+    pcc->last_ns = ns;
+    if (pcc->is_cumulative) {
+        units = (units - flow->count) & 0xffff;
+        flow->count = event->count;
+    }
+    if (ns - event->first_timestamp_ns >= PCC_BIN_NS)
+        add_burst(pcc, flow, event->first_timestamp_ns, ns, units);
+    else if (!add_to(find_bin(latest_epoch(pcc, flow), event->key, ns), units))
+        add_to_new(pcc, flow, ns, units);
 }
 
 static void swap(struct pcc *pcc, struct pcc_flow *a, struct pcc_flow *b) {
@@ -154,99 +195,63 @@ static void swap(struct pcc *pcc, struct pcc_flow *a, struct pcc_flow *b) {
     pcc->ages[b - pcc->flows] = age;
 }
 
-/* The flow that sent this, or a new one; 0 when all its places are taken by live flows. Of flows with one
- * tag, the one that sent last comes first: CNP, NACK and RTT events, which name no queue pair, are its own.
- */
-static struct pcc_flow *look_up(struct pcc *pcc, const struct pcc_event *event) {
-    uint64_t key = event->key;
-    struct pcc_flow *flow = home(pcc, key), *end = flow + PCC_PROBES, *same_tag = 0, *free = 0;
-    for (; flow < end && flow->key && flow->key != key; flow++) {
-        if ((uint32_t)flow->key == (uint32_t)key && !same_tag)
-            same_tag = flow;
-        if (!free && (uint8_t)(pcc->poll - pcc->ages[flow - pcc->flows]) >= PCC_AGED_POLLS)
-            free = flow;
-    }
-    if (flow == end || !flow->key) {
-        if (!free && flow < end)
-            free = flow;
-        if (!free)
-            return 0;
-        if (same_tag)
-            pcc->counters.shared_tags++;
-        if (pcc->is_cumulative)
-            pcc->counters.baseless++;
-        flow = free;
-        flow->key = key;
-        flow->count = event->count;
-        pcc->ages[flow - pcc->flows] = (uint8_t)pcc->poll;
-    }
+/* Of flows with one tag, the one that sent last comes first: CNP, NACK and RTT events, which name no queue
+ * pair, are its own. */
+static inline void count_first(struct pcc *pcc, struct pcc_flow *same_tag, struct pcc_flow *flow,
+                               const struct pcc_event *event) {
     if (same_tag && same_tag != flow) {
         swap(pcc, same_tag, flow);
-        return same_tag;
+        flow = same_tag;
     }
-    return flow;
+    count_sent(pcc, flow, event);
 }
 
-/* Counts a burst shorter than a bin, or hands on a longer one. */
-static inline void count_sent(struct pcc *pcc, struct pcc_flow *flow, const struct pcc_event *event) {
-    uint32_t ns = event->timestamp_ns, units = event->count;
-    pcc->counters.events[PCC_TX]++;
-    pcc->last_ns = ns;
-    if (pcc->is_cumulative) {
-        units = (units - flow->count) & 0xffff;
-        flow->count = event->count;
+/* Counts what a new flow sent. It takes the first place that is free, or whose flow has gone. */
+static PCC_COLD void count_new(struct pcc *pcc, const struct pcc_event *event, struct pcc_flow *flow,
+                               struct pcc_flow *same_tag) {
+    const struct pcc_flow *end = flow + PCC_PROBES;
+    uint8_t *age = &pcc->ages[flow - pcc->flows];
+    while (is_taken(flow) && (uint8_t)(pcc->poll - *age) < PCC_AGED_POLLS) {
+        flow++, age++;
+        if (flow == end) {
+            pcc->counters.events[PCC_TX]++;
+            pcc->counters.lost_flows++;
+            return;
+        }
     }
-    if (ns - event->first_timestamp_ns >= PCC_BIN_NS)
-        add_burst(pcc, flow, event, units);
-    else if (!add_to_latest(pcc, flow, event->key, ns, units))
-        add_to_new(pcc, flow, ns, units);
+    if (same_tag)
+        pcc->counters.shared_tags++;
+    if (pcc->is_cumulative)
+        pcc->counters.baseless++;
+    flow->key = event->key;
+    flow->count = event->count;
+    *age = (uint8_t)pcc->poll;
+    count_first(pcc, same_tag, flow, event);
 }
 
 /* Counts a TX event that is flagged, whose flow is new or not where it belongs, or that names no queue pair.
  */
-static PCC_COLD void count_rare(struct pcc *pcc, const struct pcc_event *event) {
-    struct pcc_flow *flow;
+static PCC_COLD void count_rare(struct pcc *pcc, const struct pcc_event *event, struct pcc_flow *home) {
+    struct pcc_flow *flow = home, *end = home + PCC_PROBES, *same_tag = 0;
     if (!(event->key >> 32 & 0xffffff) || event->key & PCC_SEALED) {
         pcc->counters.undecoded++;
         return;
     }
     if (event->flags & PCC_OVERLOADED)
         pcc->counters.overloaded++;
-    flow = look_up(pcc, event);
-    if (flow) {
-        count_sent(pcc, flow, event);
-    } else {
-        pcc->counters.events[PCC_TX]++;
-        pcc->counters.lost_flows++;
+    for (; flow < end && is_taken(flow); flow++) {
+        if (flow->key == event->key) {
+            count_first(pcc, same_tag, flow, event);
+            return;
+        }
+        if (!same_tag && (uint32_t)flow->key == (uint32_t)event->key)
+            same_tag = flow;
     }
+    count_new(pcc, event, home, same_tag);
 }
 
-/* Counts an event that is no TX event; of those, CNPs and NACKs go into the epoch of their flow. */
-static PCC_COLD void count_feedback(struct pcc *pcc, const struct pcc_event *event) {
-    uint32_t count = event->count, most = 0xff, ns = event->timestamp_ns;
-    struct pcc_flow *flow = home(pcc, event->key), *end = flow + PCC_PROBES;
-    struct pcc_epoch *epoch;
-    if (event->type >= PCC_TYPES) {
-        pcc->counters.undecoded++;
-        return;
-    }
-    pcc->counters.events[event->type]++;
-    if (event->type != PCC_CNP && event->type != PCC_NACK)
-        return;
-    while (flow < end && flow->key && (uint32_t)flow->key != (uint32_t)event->key)
-        flow++;
-    if (flow == end || !flow->key) {
-        pcc->counters.unowned++;
-        return;
-    }
-    epoch = latest_epoch(pcc, flow);
-    if (epoch->key != flow->key || (ns - epoch->start_ns) >> PCC_BIN_SHIFT >= PCC_EPOCH_BINS)
-        epoch = open_epoch(pcc, flow, ns);
-    if (!epoch) {
-        pcc->counters.lost_epochs++;
-        return;
-    }
-    count += !count;
+static inline void add_feedback(struct pcc *pcc, struct pcc_epoch *epoch, const struct pcc_event *event) {
+    uint32_t count = event->count ? event->count : 1, most = 0xff;
     if (event->type == PCC_CNP) {
         most = 0xffffu - epoch->cnps;
         epoch->cnps = (uint16_t)(epoch->cnps + (count < most ? count : most));
@@ -261,14 +266,47 @@ static PCC_COLD void count_feedback(struct pcc *pcc, const struct pcc_event *eve
         pcc->counters.clipped += count - most;
 }
 
-void pcc_event(struct pcc *pcc, const struct pcc_event *event) {
-    struct pcc_flow *flow = home(pcc, event->key);
-    if (event->type != PCC_TX)
-        count_feedback(pcc, event);
-    else if (event->flags & PCC_OVERLOADED || flow->key != event->key)
-        count_rare(pcc, event);
+static PCC_COLD void add_feedback_to_new(struct pcc *pcc, struct pcc_flow *flow,
+                                         const struct pcc_event *event) {
+    struct pcc_epoch *epoch = open_epoch(pcc, flow, event->timestamp_ns);
+    if (epoch)
+        add_feedback(pcc, epoch, event);
     else
+        pcc->counters.lost_epochs++;
+}
+
+/* Counts an event that is no TX event; of those, CNPs and NACKs go into the epoch of their flow. */
+static void count_feedback(struct pcc *pcc, const struct pcc_event *event, struct pcc_flow *flow) {
+    const struct pcc_flow *end = flow + PCC_PROBES;
+    struct pcc_epoch *epoch;
+    if (event->type >= PCC_TYPES) {
+        pcc->counters.undecoded++;
+        return;
+    }
+    pcc->counters.events[event->type]++;
+    if (event->type != PCC_CNP && event->type != PCC_NACK)
+        return;
+    while (flow < end && is_taken(flow) && (uint32_t)flow->key != (uint32_t)event->key)
+        flow++;
+    if (flow == end || !is_taken(flow)) {
+        pcc->counters.unowned++;
+        return;
+    }
+    epoch = latest_epoch(pcc, flow);
+    if (find_bin(epoch, flow->key, event->timestamp_ns))
+        add_feedback(pcc, epoch, event);
+    else
+        add_feedback_to_new(pcc, flow, event);
+}
+
+void pcc_event(struct pcc *pcc, const struct pcc_event *event) {
+    struct pcc_flow *flow = &pcc->flows[event->key * pcc->hash_factor >> pcc->hash_shift];
+    if (flow->key == event->key && !(event->flags & PCC_OVERLOADED))
         count_sent(pcc, flow, event);
+    else if (event->type == PCC_TX)
+        count_rare(pcc, event, flow);
+    else
+        count_feedback(pcc, event, flow);
 }
 
 /* Frees what the host has, cleared, so that whoever counts an event never has to. */

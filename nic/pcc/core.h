@@ -41,7 +41,7 @@ enum {
 /* What DOCA's getters tell of an event. */
 struct pcc_event {
     uint64_t key; /* flow tag in the lower half; of a TX event, above it, the queue pair number in 24 bits and
-                     the port in 7 */
+                     the port in 7; of any other, 0 above it */
     uint32_t timestamp_ns;
     uint32_t first_timestamp_ns; /* TX: when the burst began */
     uint16_t count;              /* TX: units of 32 bytes; CNP, NACK: how many were coalesced */
@@ -64,7 +64,7 @@ struct pcc_epoch {
 struct pcc_flow {
     uint64_t key;
     uint32_t count; /* of its latest TX event */
-    uint32_t epoch; /* its latest one, in 16 bytes from the first; its own as long as the key there is */
+    uint32_t epoch; /* its latest one, in bytes from the core; its own as long as the key there is */
 };
 
 struct pcc_counters {
