@@ -201,8 +201,10 @@ def _list_of_all() -> str:
             f"{kind} ({scope})" for kind, scope in zip(scenario.kinds, scenario.scopes, strict=True)
         )
         onsets = ", ".join(scenario.onsets)
+        low, high = scenario.severities
+        severity = f"{scenario.severity:g} ({low:g} to {high:g}): {scenario.meaning}" if low < high else "-"
         lines.append(
-            f"| {scenario.name} | {scenario.row} | {scenario.title} | {expected or '-'} | {onsets} |"
+            f"| {scenario.name} | {scenario.row} | {scenario.title} | {expected or '-'} | {onsets} | {severity} |"
         )
     return "\n".join(lines) + "\n"
 
