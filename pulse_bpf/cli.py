@@ -33,7 +33,7 @@ _notices = Console(stderr=True)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one verb and returns its exit status; a PulseError becomes one line on stderr."""
+    """Runs one verb and returns its exit status; a PulseError or Ctrl-C becomes one line on stderr."""
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.func(arguments))
@@ -42,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
+    except KeyboardInterrupt:
+        _notices.print("pulse: interrupted", style="red", highlight=False)
+        return PARTIAL
 
 
 def _print(text: str) -> None:

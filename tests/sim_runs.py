@@ -31,6 +31,7 @@ from pulse_bpf.lab.sim.model import (
 from pulse_bpf.lab.sim.options import Options
 from pulse_bpf.lab.sim.workloads import build
 from pulse_bpf.lab.sim.workloads.configurations import Size
+from pulse_bpf.store import RecordingWriter
 
 BIN_NS = 100_000
 PERIOD_NS, SENDING_NS, LATENCY_NS = 5e6, 3e6, 2000.0
@@ -53,7 +54,7 @@ class Run:
     def write(self, output: Path, options: Options = PLAIN, **given: Any) -> Path:
         truth, incident = given.get("truth", TRUTH), given.get("incident", Incident())
         collect.write(
-            output,
+            RecordingWriter(output),
             self.result,
             self.network,
             self.job,

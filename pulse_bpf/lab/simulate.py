@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from dataclasses import asdict
+import sys
 from pathlib import Path
 from typing import Any
 
 from pulse_bpf.errors import OK, UsageError
+
+_WIDEST_BIN_US = 1_000_000
 
 
 def add_commands(commands: Any) -> None:
@@ -53,13 +55,15 @@ def add_commands(commands: Any) -> None:
 def _simulate(arguments: argparse.Namespace) -> int:
     from pulse_bpf.lab.sim.simulate import simulate
 
-    for option, value in (
-        ("--nodes", arguments.nodes),
-        ("--gpus", arguments.gpus),
-        ("--bin-us", arguments.bin_us),
+    for option, value, least in (
+        ("--nodes", arguments.nodes, 1),
+        ("--gpus", arguments.gpus, 1),
+        ("--seed", arguments.seed, 0),
     ):
-        if value < 1:
-            raise UsageError(f"{option} must be at least 1")
+        if value is not None and value < least:
+            raise UsageError(f"{option} must be at least {least}")
+    if not 1 <= arguments.bin_us <= _WIDEST_BIN_US:
+        raise UsageError(f"--bin-us must be from 1 to {_WIDEST_BIN_US}")
     if not 0 < arguments.seconds < 3600:
         raise UsageError("--seconds must be more than 0 and less than 3600")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
@@ -89,7 +93,7 @@ def _scenarios(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
     from pulse_bpf.lab.sim.options import CONDITIONS
-    from pulse_bpf.lab.sim.scenarios import SCENARIOS
+    from pulse_bpf.lab.sim.scenarios import ALWAYS, ANY, SCENARIOS
     from pulse_bpf.lab.sim.workloads import WORKLOADS
 
     if arguments.json:
@@ -100,7 +104,7 @@ def _scenarios(arguments: argparse.Namespace) -> int:
                         {name: value for name, value in vars(each).items() if name != "build"}
                         for each in SCENARIOS.values()
                     ],
-                    "workloads": {name: asdict(each) for name, each in WORKLOADS.items()},
+                    "workloads": {name: each.title for name, each in WORKLOADS.items()},
                     "conditions": {name: dict(changes) for name, changes in CONDITIONS.items()},
                 },
                 indent=1,
@@ -110,14 +114,16 @@ def _scenarios(arguments: argparse.Namespace) -> int:
     table = Table(
         "scenario", "row", "what is wrong", "severity", "onset", "workloads", box=None, pad_edge=False
     )
+    table.columns[0].no_wrap = True
     for each in SCENARIOS.values():
         low, high = each.severities
         severity = f"{each.severity:g} ({low:g} to {high:g})" if low < high else "-"
-        table.add_row(
-            each.name, each.row, each.title, severity, ", ".join(each.onsets), ", ".join(each.workloads)
-        )
-    console = Console()
-    console.print(table)
+        onsets = "any" if each.onsets == ALWAYS else ", ".join(each.onsets)
+        jobs = "any" if each.workloads == ANY else ", ".join(each.workloads)
+        table.add_row(each.name, each.row, each.title, severity, onsets, jobs)
+    # A pipe has no width of its own.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(table, f"\nany onset: {', '.join(ALWAYS)}", f"\nany workload: {', '.join(ANY)}")
     for what, names in (("workloads", WORKLOADS), ("conditions", CONDITIONS)):
         console.print(f"\n{what}: {', '.join(names)}")
     return OK

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from pulse_bpf.store import RecordingWriter
 
 
 def write(
-    output: Path,
+    writer: RecordingWriter,
     result: Result,
     network: Network,
     job: Job,
@@ -37,14 +36,12 @@ def write(
     truth: Mapping[str, Any],
     incident: Incident,
 ) -> None:
-    """Writes the recording into `output`, which must be empty or not exist, and the truth files beside its tables.
+    """Writes the recording by `writer`, which has written nothing yet, and the truth files beside its tables.
 
-    `calls` are those the engine ran; `truth` has scenario, seed, healthy and
-    faults as truth.content takes them. UsageError when `output` is in use, HostError
-    when it cannot be written.
+    `calls` are those the engine ran; `truth` has scenario, seed, healthy and faults as truth.content takes them.
+    HostError when it cannot be written.
     """
     identity = identify(cluster, network, options, settings.seed)
-    writer = RecordingWriter(output)
     whole = program.program(result, network, job, calls, cluster, settings, identity)
     missed = loss.windows(settings, options.lost_calls, generator(settings.seed, "lost calls"))
     ops, lost_calls = program.ops(whole, job, identity, settings, options, missed)
@@ -92,13 +89,13 @@ def write(
 
     merged = program.operators(whole, ops)
     true.operators(merged, result, network, cluster, settings, identity).write_parquet(
-        output / "truth_operators.parquet"
+        writer.root / "truth_operators.parquet"
     )
-    true.calls_table(whole, cluster).write_parquet(output / "truth_calls.parquet")
+    true.calls_table(whole, cluster).write_parquet(writer.root / "truth_calls.parquet")
     content = true.content(truth, result, network, cluster, identity)
     unseen = [name for name, has in zip(identity.nodes, identity.recorded, strict=True) if not has]
     content |= {"collected": asdict(options), "missing_nodes": unseen}
-    (output / "truth.json").write_text(json.dumps(content, indent=1))
+    (writer.root / "truth.json").write_text(json.dumps(content, indent=1))
 
 
 def _seconds(frame: pl.DataFrame, time: str) -> list[pl.DataFrame]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -9,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from polars.exceptions import PolarsError
 
-from pulse_bpf.errors import UsageError
+from pulse_bpf.errors import HostError, UsageError
 from pulse_bpf.lab.sim import collect, engine, nccl, twins, workloads
 from pulse_bpf.lab.sim.clocks import clocks
 from pulse_bpf.lab.sim.fabric import Fabric
@@ -21,6 +23,7 @@ from pulse_bpf.lab.sim.scenarios import SCENARIOS, moved, prepare
 from pulse_bpf.lab.sim.situation import Prepared
 from pulse_bpf.lab.sim.tuning import NcclOptions
 from pulse_bpf.lab.sim.workloads.configurations import Size
+from pulse_bpf.store import RecordingWriter
 
 HEALTHY = "healthy"
 # The job runs for so long before the recording begins, which does not wait for the start of an iteration.
@@ -46,8 +49,10 @@ def simulate(
     """Writes `scenario`, recorded for `seconds`, into `output`; None stands for the scenario's own default.
 
     The same arguments give the same recording. `scale` is that of workloads.Size. UsageError for names that there
-    are not and for what does not fit together, HostError when the engine cannot be compiled or nothing written.
+    are not, for what does not fit together and for an output in use, HostError when the engine cannot be compiled
+    or nothing written: then there is no output.
     """
+    writer = RecordingWriter(output)
     if scenario not in SCENARIOS:
         raise UsageError(f"there is no scenario {scenario}", "", "See what there is: pulse lab scenarios")
     chosen = SCENARIOS[scenario]
@@ -83,7 +88,7 @@ def simulate(
     def run(what: Prepared, settings: Settings = settings) -> Result:
         return engine.run(what.network, what.job, what.calls, what.incident, settings, cluster)
 
-    faulty = prepared(scenario, severity or chosen.severity, onset or chosen.onsets[0])
+    faulty = prepared(scenario, chosen.severity if severity is None else severity, onset or chosen.onsets[0])
     found = [asdict(fault) for fault in faulty.faults]
     healthy = all(fault.scope == "workload" for fault in faulty.faults)
     elsewhere = moved(faulty)
@@ -106,18 +111,24 @@ def simulate(
         "workload": workload,
         "faults": found,
     }
-    collect.write(
-        output,
-        result,
-        faulty.network,
-        faulty.job,
-        faulty.calls,
-        cluster,
-        settings,
-        collecting,
-        truth,
-        faulty.incident,
-    )
+    try:
+        collect.write(
+            writer,
+            result,
+            faulty.network,
+            faulty.job,
+            faulty.calls,
+            cluster,
+            settings,
+            collecting,
+            truth,
+            faulty.incident,
+        )
+    except BaseException as error:  # also Ctrl-C
+        shutil.rmtree(output, ignore_errors=True)
+        if isinstance(error, (OSError, PolarsError)):  # of the truth files
+            raise HostError(f"cannot write to {output}", str(error).splitlines()[0]) from error
+        raise
 
 
 def _other_end(fault: Fault, cluster: Cluster) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def scale_model(model: Model, size: Size, tokens_per_gpu: float, layers_multiple
     `tokens_per_gpu` is the tokens of an iteration divided by the GPUs they are spread over. The vocabulary shrinks
     with the layers, so that the share of the first and last stage stays that of the published model.
     """
-    if size.scale is not None and size.scale <= 0:
+    if size.scale is not None and not 0 < size.scale < float("inf"):
         raise UsageError(
             f"scale {size.scale} of a model", "it must be above 0", "Use 1.0 for the published model"
         )

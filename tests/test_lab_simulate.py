@@ -1,0 +1,74 @@
+"""`pulse lab simulate` and `pulse lab scenarios`: their command line, and what is left when they fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pulse_bpf.cli import main
+from pulse_bpf.errors import OK, PARTIAL, USAGE
+from pulse_bpf.lab.sim import tables
+from pulse_bpf.lab.sim.scenarios import SCENARIOS
+from pulse_bpf.lab.sim.workloads import WORKLOADS
+
+SMALL = ["--nodes", "2", "--gpus", "1", "--seconds", "0.02"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["unheard-of"], "there is no scenario unheard-of"),
+        (["nic-slow", "--nodes", "1", "--gpus", "2"], "there is nothing for this scenario to hit"),
+        (["nic-slow", "--severity", "0"], "no nic-slow of severity 0"),
+        (["nic-slow", "--bin-us", "0"], "--bin-us must be from 1"),
+        (["nic-slow", "--bin-us", "10000000"], "--bin-us must be from 1"),
+        (["nic-slow", "--seed", "-1"], "--seed must be at least 0"),
+        (["nic-slow", "--scale", "nan"], "scale nan of a model"),
+        (["nic-slow", "--seconds", "nan"], "--seconds must be more than 0"),
+        (["nic-slow", "--condition", "unheard-of"], "'unheard-of'"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    output = tmp_path / "out"
+    assert main(["lab", "simulate", "-o", str(output), *SMALL, *arguments]) == USAGE
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.splitlines()) == 1
+    assert not output.exists()
+
+
+def test_an_output_in_use_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pulse_bpf.lab.sim.engine.run", None)
+    (tmp_path / "precious").write_text("")
+    assert main(["lab", "simulate", "healthy", "-o", str(tmp_path), *SMALL]) == USAGE
+    assert "is not empty" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_an_interrupted_simulation_leaves_no_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_arguments: object) -> None:
+        assert (tmp_path / "out" / "samples").exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tables, "nodes", interrupted)
+    assert main(["lab", "simulate", "healthy", "-o", str(tmp_path / "out"), *SMALL]) == PARTIAL
+    assert capsys.readouterr().err == "pulse: interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_list_of_scenarios_can_be_read_by_people_and_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lab", "scenarios", "--json"]) == OK
+    told = json.loads(capsys.readouterr().out)
+    assert [scenario["name"] for scenario in told["scenarios"]] == list(SCENARIOS)
+    assert list(told["workloads"]) == list(WORKLOADS)
+    assert main(["lab", "scenarios"]) == OK
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split(" ")[0] for line in lines if line} >= set(SCENARIOS)
