@@ -21,8 +21,9 @@ def effect(
     """How many times as long operators of the victim were under way because of the fault; None: some never ended.
 
     An operator is under way from the first member's entering it to the last one's leaving. Taken are those that
-    began while the fault was there (from `start_ns` to `end_ns`, in both runs) in communicators that the victim,
-    a GPU, a node or the flows that share a port, belongs to; the sums of both runs are compared.
+    began while the fault was there (from `start_ns` to `end_ns`, in both runs) in communicators that the victim, a
+    GPU, a node or the flows over a NIC or port, belongs to; the sums of both runs are compared. Of two faults
+    each has the effect of both.
     """
     frame = pl.DataFrame(
         {
@@ -68,9 +69,13 @@ def _has_stopped(faulty: Result, healthy: Result) -> bool:
 
 
 def _touched(fault: Fault, prepared: Prepared, cluster: Cluster) -> list[int]:
-    if fault.flows:
-        connections = prepared.network.flows["connection"][list(fault.flows)]
-        comms = prepared.network.connections["comm"][connections]
+    flows = prepared.network.flows
+    if fault.nic is not None:
+        flows = flows[(flows["src_nic"] == fault.nic) | (flows["dst_nic"] == fault.nic)]
+    elif fault.flows:
+        flows = flows[list(fault.flows)]
+    if fault.nic is not None or fault.flows:
+        comms = prepared.network.connections["comm"][flows["connection"]]
         return [int(comm) for comm in np.unique(comms[comms != NONE])]
     members = prepared.job.comm_members
     if fault.node is None:
