@@ -13,7 +13,7 @@ from pulse_bpf.lab.sim import tables
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
 from pulse_bpf.lab.sim.workloads import WORKLOADS
 
-SMALL = ["--nodes", "2", "--gpus", "1", "--seconds", "0.02"]
+SMALL = ["--nodes", "2", "--gpus", "1", "--seconds", "0.02", "--seed", "1"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_an_interrupted_simulation_leaves_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_arguments: object) -> None:
-        assert (tmp_path / "out" / "samples").exists()
+        assert any((tmp_path / "out").iterdir())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(tables, "nodes", interrupted)
