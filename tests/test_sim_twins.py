@@ -56,11 +56,21 @@ def test_a_fault_has_its_effect_while_it_is_there() -> None:
     what = prepared("gpu-slow", "fsdp")
     fault = replace(what.faults[0], start_ns=0.2e9, end_ns=0.3e9)
     starts_ns = RECORD_NS + 0.4e9 * np.arange(len(what.calls)) / len(what.calls)
-    inside = (starts_ns >= 0.2e9) & (starts_ns <= 0.3e9)
+    inside = (starts_ns + 1e6 >= 0.2e9) & (starts_ns <= 0.3e9)
     # Each call an operator of its own.
     one_rank = replace(what, calls=np.zeros(len(inside), what.calls.dtype))
     slow, usual = ran(np.where(inside, 2e6, 1e6), starts_ns), ran(np.full(len(inside), 1e6), starts_ns)
     assert effect(fault, slow, usual, one_rank, CLUSTER) == pytest.approx(2)
+
+
+def test_an_operator_that_a_fault_stalls_counts_to_the_end_of_the_run() -> None:
+    what = prepared("nic-flap", "fsdp")
+    usual = ran(np.full(len(what.calls), 1e6))
+    stalled = usual.call_times.copy()
+    stalled["end_ns"] = np.nan
+    fault = replace(what.faults[0], start_ns=RECORD_NS + 0.5e6)
+    found = effect(fault, replace(usual, call_times=stalled), usual, what, CLUSTER)
+    assert found == pytest.approx((END_NS - RECORD_NS) / 1e6)
 
 
 def test_a_job_that_stands_still_has_no_length() -> None:

@@ -18,12 +18,12 @@ _COUNTERS = ("tx_pause_ns", "rx_pause_ns", "cnp_sent", "cnp_handled", "naks_sent
 def effect(
     fault: Fault, faulty: Result, healthy: Result, prepared: Prepared, cluster: Cluster
 ) -> float | None:
-    """How many times as long operators of the victim were under way because of the fault; None: some never ended.
+    """How many times as long operators of the victim were under way because of the fault; None: the job stands still.
 
-    An operator is under way from the first member's entering it to the last one's leaving. Taken are those that
-    began while the fault was there (from `start_ns` to `end_ns`, in both runs) in communicators that the victim, a
-    GPU, a node or the flows over a NIC or port, belongs to; the sums of both runs are compared. Of two faults
-    each has the effect of both.
+    An operator is under way from the first member's entering to the last one's leaving, or the run's end if that
+    comes first. Taken are those that were under way while the fault was there (from `start_ns` to `end_ns`), and
+    ended in the healthy run, in communicators that the victim, a GPU, a node or the flows over a NIC or port,
+    belongs to; the sums of both runs are compared. Of two faults each has the effect of both.
     """
     frame = pl.DataFrame(
         {
@@ -37,27 +37,26 @@ def effect(
     )
     seq = pl.int_range(pl.len()).over("comm", "rank")
     gathered = (
-        frame.with_columns(seq=seq)
+        frame.with_columns(seq=seq, until=pl.col("faulty_end").fill_nan(faulty.ended_ns))
         .filter(pl.col("comm").is_in(_touched(fault, prepared, cluster)))
         .group_by("comm", "seq")
         .agg(
-            faulty=pl.col("faulty_end").max() - pl.col("faulty_start").min(),
+            faulty=pl.col("until").max() - pl.col("faulty_start").min(),
             healthy=pl.col("healthy_end").max() - pl.col("healthy_start").min(),
             started=pl.col("faulty_start").min(),
-            ended=pl.col("faulty_end").is_not_nan().all(),
+            until=pl.col("until").max(),
             compared=pl.col("healthy_end").is_not_nan().all(),
         )
     )
     end_ns = np.inf if fault.end_ns is None else fault.end_ns
-    during = gathered.filter(pl.col("started").is_between(fault.start_ns, end_ns) & pl.col("compared"))
+    during = gathered.filter("compared", pl.col("started") <= end_ns, pl.col("until") >= fault.start_ns)
     if fault.kind in ("hang", "crash", "mismatch") or (
         fault.end_ns is None and _has_stopped(faulty, healthy)
     ):
         return None
-    both = during.filter(pl.col("ended"))
-    if both.is_empty():
+    if during.is_empty():
         return 1.0
-    return float(both["faulty"].to_numpy().sum() / both["healthy"].to_numpy().sum())
+    return float(during["faulty"].to_numpy().sum() / during["healthy"].to_numpy().sum())
 
 
 def _has_stopped(faulty: Result, healthy: Result) -> bool:
