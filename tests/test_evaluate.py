@@ -219,8 +219,24 @@ def test_the_tables_come_also_where_the_page_cannot_be_written(
         return [_outcome(0, EXACT)]
 
     monkeypatch.setattr("pulse_bpf.lab.evaluate._carried_out", done)
-    assert main(["lab", "evaluate", "--episodes", "1", "--markdown", str(tmp_path / "no/page.md")]) == HOST
+    assert main(["lab", "evaluate", "--episodes", "1", "--markdown", str(tmp_path)]) == HOST
     assert SCENARIOS[EPISODE.scenario].title in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        (["--nodes", "1"], "--nodes must be at least 2"),
+        (["--seed", "-1"], "--seed must be at least 0"),
+        (["--keep", "."], "is not empty"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_said_before_anything_is_run(
+    odd: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pulse_bpf.lab.evaluate._carried_out", lambda *_: pytest.fail("it ran"))
+    assert main(["lab", "evaluate", *odd]) == USAGE
+    assert told in capsys.readouterr().err
 
 
 def test_thirty_episodes_from_end_to_end(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ LIMIT_S = 300.0
 SOURCES = ("packets", "packets", "pcc", "diag+netlink")
 # Of the episodes, in how many the collectors miss something or came late, in one of the ways there are.
 HARDER = 0.3
+# NCCL's defaults are the most common settings.
+QPS, PXN = (1, 1, 2, 4), 0.75
 BINS_US = (10, 20, 32, 50, 100, 200, 500, 1000)
 
 
@@ -54,6 +56,8 @@ class Episode:
     source: str
     bin_us: int
     conditions: tuple[str, ...]
+    qps: int
+    pxn: bool
 
     @property
     def command(self) -> str:
@@ -63,6 +67,8 @@ class Episode:
             f"--workload {self.workload} --severity {self.severity} --onset {self.onset} "
             f"--seconds {self.seconds} --source {self.source} --bin-us {self.bin_us}"
             + "".join(f" --condition {condition}" for condition in self.conditions)
+            + (f" --qps {self.qps}" if self.qps > 1 else "")
+            + ("" if self.pxn else " --no-pxn")
         )
 
 
@@ -116,6 +122,8 @@ def _planned(number: int, name: str, seed: int, nodes: int, gpus: int) -> Episod
         source=str(rng.choice(SOURCES)),
         bin_us=bin_us,
         conditions=(str(rng.choice(list(CONDITIONS))),) if rng.random() < HARDER else (),
+        qps=int(rng.choice(QPS)),
+        pxn=bool(rng.random() < PXN),
     )
 
 
@@ -162,6 +170,8 @@ def _simulate(episode: Episode, directory: Path) -> None:
         source=episode.source,
         onset=episode.onset,
         conditions=episode.conditions,
+        qps_per_connection=episode.qps,
+        pxn=episode.pxn,
     )
 
 

@@ -64,9 +64,19 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     names = arguments.scenarios or list(SCENARIOS)
     _check_names("method", methods, METHODS)
     _check_names("scenario", names, list(SCENARIOS))
-    for option, value in (("--episodes", arguments.episodes), ("--jobs", arguments.jobs)):
-        if value < 1:
-            raise UsageError(f"{option} must be at least 1")
+    for option, value, least in (
+        ("--episodes", arguments.episodes, 1),
+        ("--jobs", arguments.jobs, 1),
+        ("--seed", arguments.seed, 0),
+        ("--nodes", arguments.nodes, 2),
+        ("--gpus", arguments.gpus, 1),
+    ):
+        if value < least:
+            raise UsageError(f"{option} must be at least {least}")
+    if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
+        raise UsageError(f"{arguments.keep} is not empty", "", "Choose a new directory with --keep")
+    if arguments.markdown and not os.access(arguments.markdown.parent, os.W_OK):
+        raise HostError(f"cannot write to {arguments.markdown}", "", "Choose another file with --markdown")
     episodes = plan(arguments.episodes, names, arguments.seed, arguments.nodes, arguments.gpus)
     outcomes = _carried_out(
         partial(carry_out, methods=methods, keep=arguments.keep), episodes, arguments.jobs

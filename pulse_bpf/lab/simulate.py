@@ -43,6 +43,8 @@ def add_commands(commands: Any) -> None:
         metavar="X",
         help="of the model's size; 1 is the published one, default about 70 ms",
     )
+    simulate.add_argument("--qps", type=int, default=1, help="queue pairs per connection (default: 1)")
+    simulate.add_argument("--no-pxn", action="store_true", help="each GPU sends through its own NIC")
     simulate.set_defaults(func=_simulate)
 
     scenarios = commands.add_parser(
@@ -59,6 +61,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
         ("--nodes", arguments.nodes, 1),
         ("--gpus", arguments.gpus, 1),
         ("--seed", arguments.seed, 0),
+        ("--qps", arguments.qps, 1),
     ):
         if value is not None and value < least:
             raise UsageError(f"{option} must be at least {least}")
@@ -81,6 +84,8 @@ def _simulate(arguments: argparse.Namespace) -> int:
         source=arguments.source,
         conditions=arguments.condition,
         scale=arguments.scale,
+        qps_per_connection=arguments.qps,
+        pxn=not arguments.no_pxn,
     )
     print(
         f"{arguments.output}: {arguments.scenario}, seed {seed}; look at it with: pulse analyze {arguments.output}"

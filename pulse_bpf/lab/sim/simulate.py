@@ -45,10 +45,13 @@ def simulate(
     source: str = "packets",
     conditions: Sequence[str] = (),
     scale: float | None = None,
+    qps_per_connection: int = 1,
+    pxn: bool = True,
 ) -> None:
     """Writes `scenario`, recorded for `seconds`, into `output`; None stands for the scenario's own default.
 
-    The same arguments give the same recording. `scale` is that of workloads.Size. UsageError for names that there
+    The same arguments give the same recording. `scale` is that of workloads.Size,
+    `pxn` whether GPUs send through the NIC of the destination's rail. UsageError for names that there
     are not, for what does not fit together and for an output in use, HostError when the engine cannot be compiled
     or nothing written: then there is no output.
     """
@@ -58,7 +61,7 @@ def simulate(
     chosen = SCENARIOS[scenario]
     workload = chosen.workload if workload is None else workload
     collecting = options(source, conditions)
-    cluster = Cluster(nodes=nodes, gpus=gpus)
+    cluster = Cluster(nodes=nodes, gpus=gpus, qps_per_connection=qps_per_connection, pxn=pxn)
     fabric = Fabric(cluster)
     rng = np.random.default_rng(seed)
     record_ns = float(np.rint(rng.uniform(*_BEFORE_NS)))
