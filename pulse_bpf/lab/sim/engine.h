@@ -144,7 +144,8 @@ struct link {
     int32_t flow_count, flow_capacity;
     uint8_t down, full, dirty;
     uint32_t version, stamp;
-    double left, share_cap; /* while sharing is solved */
+    double left, share_cap,
+        held; /* while sharing is solved; held: what a full queue lets a flow of it have */
     int32_t open;
     double queue, growth;
 };

@@ -213,25 +213,27 @@ static void measure_queues(struct engine *e, const struct part *part) {
     }
 }
 
-/* Limits what is sent to what full queues let through; 0 when none is full (any more). */
-static int hold_back(struct engine *e, const struct part *part) {
-    int full = 0;
+/* Whether queues are full and still grow that were not known to be; all of them are marked. */
+static int more_full(struct engine *e, const struct part *part) {
+    int more = 0;
     for (int32_t n = 0; n < part->link_count; n++) {
         struct link *l = &e->links[part->links[n]];
-        l->full = l->queue >= FULL_BYTES - 1 && l->growth > 0;
-        full |= l->full;
-        l->share_cap = NEVER;
+        if (!l->full && l->queue >= FULL_BYTES - 1 && l->growth > 0)
+            more = l->full = 1;
     }
-    if (!full)
-        return 0;
+    return more;
+}
+
+/* Limits what is sent to what full queues let through. */
+static void hold_back(struct engine *e, const struct part *part) {
     for (int32_t n = 0; n < part->flow_count; n++) {
         const struct flow *f = &e->flows[part->flows[n]];
         if (f->bottleneck == NONE || !e->links[f->bottleneck].full)
             continue;
         for (int hop = 0; hop < f->hops; hop++) {
             struct link *l = &e->links[f->in->path[hop]];
-            if (e->in->links[f->in->path[hop]].stage == SENDER && f->new_rx < l->share_cap)
-                l->share_cap = f->new_rx;
+            if (e->in->links[f->in->path[hop]].stage == SENDER && f->new_rx < l->held)
+                l->held = f->new_rx;
         }
     }
     for (int32_t n = 0; n < part->flow_count; n++) {
@@ -239,12 +241,11 @@ static int hold_back(struct engine *e, const struct part *part) {
         double least = NEVER;
         for (int hop = 0; hop < f->hops; hop++) {
             const struct link *l = &e->links[f->in->path[hop]];
-            if (e->in->links[f->in->path[hop]].stage == SENDER && l->share_cap < least)
-                least = l->share_cap;
+            if (e->in->links[f->in->path[hop]].stage == SENDER && l->held < least)
+                least = l->held;
         }
         f->cap = !f->injecting ? 0 : f->rate < least ? f->rate : least;
     }
-    return 1;
 }
 
 static void account_pause(struct engine *e, int32_t link, double paused) {
@@ -286,9 +287,14 @@ static void note_pauses(struct engine *e, const struct part *part, int held) {
     }
 }
 
+/* What each port would send, were no queue full. */
 static void note_wanted(struct engine *e, const struct part *part) {
-    for (int32_t n = 0; n < part->link_count; n++)
-        e->links[part->links[n]].wanted = 0;
+    for (int32_t n = 0; n < part->link_count; n++) {
+        struct link *l = &e->links[part->links[n]];
+        l->wanted = 0;
+        l->full = 0;
+        l->held = NEVER;
+    }
     for (int32_t n = 0; n < part->flow_count; n++) {
         const struct flow *f = &e->flows[part->flows[n]];
         for (int hop = 0; hop < f->hops; hop++)
@@ -332,7 +338,8 @@ static void apply(struct engine *e, const struct part *part) {
         l->version++;
         if (l->growth <= 0 || l->full)
             continue;
-        at(e, e->now + until_full, DUE_QUEUE, part->links[n], l->version);
+        /* Never at this very moment again. */
+        at(e, e->now + (until_full < 1 ? 1 : until_full), DUE_QUEUE, part->links[n], l->version);
     }
 }
 
@@ -355,8 +362,11 @@ void share(struct engine *e) {
         fill_switches(e, &part);
         measure_queues(e, &part);
         note_wanted(e, &part);
-        held = hold_back(e, &part);
-        if (held) {
+        held = 0;
+        /* Holding one port's senders back may shift what fills another one's queue. */
+        while (more_full(e, &part)) {
+            held = 1;
+            hold_back(e, &part);
             fill(e, &part, SENDER);
             fill_switches(e, &part);
             measure_queues(e, &part);
