@@ -53,10 +53,9 @@ static void end_task(struct engine *e, int32_t gpu, int32_t number) {
 }
 
 /* Point-to-point calls of a group run side by side, collectives one after the other. */
-static void start_calls(struct engine *e, int32_t gpu, int32_t number) {
+static void start_calls(struct engine *e, int32_t number) {
     const struct task_in *in = &e->in->tasks[number];
     struct task *task = &e->tasks[number];
-    (void)gpu;
     while (task->next_call < in->calls) {
         int32_t call = in->call + task->next_call++;
         start_call(e, call);
@@ -71,7 +70,7 @@ void computed_due(struct engine *e, int32_t gpu, uint32_t number) {
         return;
     e->tasks[number].open = in->calls;
     if (in->calls)
-        start_calls(e, gpu, (int32_t)number);
+        start_calls(e, (int32_t)number);
     else
         end_task(e, gpu, (int32_t)number);
 }
@@ -80,7 +79,7 @@ void call_ended(struct engine *e, int32_t gpu, int32_t call) {
     int32_t number = e->call_task[call];
     e->out->call_times[call].end_ns = e->now;
     if (--e->tasks[number].open)
-        start_calls(e, gpu, number);
+        start_calls(e, number);
     else
         end_task(e, gpu, number);
 }
