@@ -5,11 +5,18 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis.load import Recording
-from pulse_bpf.schema import I32, I64, STR, U8, U32, U64, flow_id
+from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64, flow_id
 
 QP = ["node", "nic", "port", "qpn"]
 _FOREVER = 2**62
 
+# One row per life of a queue pair.
+#
+# `owner_pid` made the queue pair and posts on it. `pid`, `gpu`, `rank` are those of the process whose operators its
+# bytes belong to: of a collective the owner, as all its members take part; of point-to-point calls (`use` "pairs") the
+# caller, which with PXN is any process of the node, and null where several may be (`ranks`, then of more than one).
+# `peer_pid`, `peer_rank`, `peer_ranks` and `peer_owner_pid` are the same of the other end. `channel` is null where
+# unknown. `confidence` (0 to 1) and `evidence` tell why it is attributed, `reason` why it is not: then comm_id is null.
 FLOWS = pl.Schema(
     {
         "flow": U64,
@@ -17,16 +24,24 @@ FLOWS = pl.Schema(
         "nic": STR,
         "port": U8,
         "qpn": U32,
+        "owner_pid": I64,
         "pid": I64,
         "gpu": I32,
         "comm_id": STR,
+        "use": STR,
+        "channel": I32,
         "rank": I32,
+        "ranks": pl.List(I32),
         "nranks": I32,
         "peer_node": STR,
         "peer_nic": STR,
+        "peer_owner_pid": I64,
         "peer_pid": I64,
         "peer_rank": I32,
+        "peer_ranks": pl.List(I32),
         "created_ns": I64,
+        "confidence": F64,
+        "evidence": STR,
         "reason": STR,
     }
 )
@@ -142,9 +157,18 @@ def flows(recording: Recording, lives: pl.DataFrame, rows: pl.DataFrame) -> pl.D
     )
     joined = known.drop("comm_id").join(chosen.drop("node", "pid"), on="flow", how="left")
     joined = joined.join(count, on="flow", how="left")
-    return joined.with_columns(reason=reason).select(
-        pl.col(name).cast(dtype) for name, dtype in FLOWS.items()
-    )
+    known_ends = pl.col("comm_id").is_not_null()
+    return joined.with_columns(
+        reason=reason,
+        owner_pid="pid",
+        peer_owner_pid="peer_pid",
+        use=pl.lit(None, STR),
+        channel=pl.lit(None, I32),
+        ranks=pl.when(known_ends).then(pl.concat_list("rank")),
+        peer_ranks=pl.when(known_ends & pl.col("peer_rank").is_not_null()).then(pl.concat_list("peer_rank")),
+        confidence=pl.when(known_ends).then(1.0),
+        evidence=pl.when(known_ends).then(pl.lit("the only communicator of both its ends")),
+    ).select(pl.col(name).cast(dtype) for name, dtype in FLOWS.items())
 
 
 def _with_peers(lives: pl.DataFrame, recording: Recording) -> pl.DataFrame:
