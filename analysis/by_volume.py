@@ -40,9 +40,10 @@ def score(
     `directions`: flow and the `direction` of its data. `rows`: samples as attribute.samples gives them. A burst is
     what lies between two silences, and is explained when it is as large as one of the candidate's calls, or as some
     successive ones, by NCCL's published volumes of rings, trees and direct transfers over any number of channels.
-    `apart`: how far all its bytes are from those of all calls, as a share of them. Both are null where nothing was seen
-    of the flow's data. `wire`: bytes include headers. Assumes that the communicator has a queue pair of its own for
-    each channel and peer; a shared one fits none.
+    `apart`: how far all its bytes are from those of all calls, as a share of them. `carried` and `called` are these
+    bytes, the latter of all channels and null for what is replayed. All are null where nothing was seen of the flow's
+    data. `wire`: bytes include headers. Assumes that the communicator has a queue pair of its own for each channel and
+    peer; a shared one fits none.
     """
     chosen = directions.join(candidates.select("flow").unique(), on="flow", how="semi")
     curves = {
@@ -57,14 +58,19 @@ def score(
     overheads = [1 + HEADER_BYTES / mtu for mtu in MTUS] if wire else [1.0]
     calls = _Calls(ops)
     way = dict(directions.select("flow", "direction").iter_rows())
-    found = [
-        _fit(bursts[row["flow"]], *calls.volumes(row, way[row["flow"]]), overheads)
-        if row["flow"] in bursts
-        else (None, None)
-        for row in candidates.iter_rows(named=True)
-    ]
-    scores = pl.DataFrame(found, schema={"fit": F64, "apart": F64}, orient="row")
-    return candidates.with_columns(scores["fit"], scores["apart"])
+    found: list[tuple[float | None, ...]] = []
+    for row in candidates.iter_rows(named=True):
+        if row["flow"] in bursts:
+            sequences, channels, replayed = calls.volumes(row, way[row["flow"]])
+            called = float(sequences[0].sum()) if sequences and not replayed else None
+            found.append((*_fit(bursts[row["flow"]], sequences, channels, replayed, overheads), called))
+        else:
+            found.append((None, None, None))
+    scores = pl.DataFrame(found, schema={"fit": F64, "apart": F64, "called": F64}, orient="row")
+    carried = {flow: float(of_flow[0].sum()) for flow, of_flow in bursts.items()}
+    return candidates.with_columns(
+        *scores, carried=pl.col("flow").replace_strict(carried, default=None, return_dtype=F64)
+    )
 
 
 class _Calls:

@@ -17,6 +17,8 @@ EXPLAINED, AHEAD = 0.3, 0.15
 ALIKE = 0.1
 # So much nearer, as a share of its bytes, must a flow be to all calls of one communicator than to those of another.
 APART = 0.2
+# With this share of what its calls amount to on other flows, a collective needs no more.
+FULL = 0.75
 ALONE = "the only communicator of both its ends"
 
 _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -225,6 +227,8 @@ def settle(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
     chosen = _of_one_use(_best(scored))
+    left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
+    chosen = pl.concat([chosen, _of_one_use(_best(left)).with_columns(evidence=pl.lit("what is left"))])
     best = pl.col("fit").max().over("flow")
     # Where several uses are left, ranks are those of all of them.
     mixed = pl.col("use").n_unique().over("flow") > 1
@@ -293,6 +297,24 @@ def _best(scored: pl.DataFrame) -> pl.DataFrame:
         .select(*key, confidence=pl.lit(0.5), evidence=pl.lit("its volume in all"))
     )
     return scored.join(pl.concat([first, nearest]), on=key)
+
+
+def _without_full(left: pl.DataFrame, chosen: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
+    """`left` without the collectives whose bytes on their node are those of the flows `chosen` for them already.
+
+    A ring enters and leaves a node once a channel, so that all channels carry what each member's calls amount to; trees
+    do so on the average of the nodes.
+    """
+    where = ["node", "comm_id", "use", "direction"]
+    full = (
+        chosen.filter(pl.col("use") == "collective")
+        .join(directions, on="flow")
+        .unique("flow")
+        .group_by(where)
+        .agg(pl.col("carried").sum(), pl.col("called").max())
+        .filter(pl.col("carried") >= FULL * pl.col("called"))
+    )
+    return left.join(directions, on="flow").join(full, on=where, how="anti").drop("direction")
 
 
 def _of_one_use(chosen: pl.DataFrame) -> pl.DataFrame:
