@@ -6,10 +6,12 @@ from pathlib import Path
 
 import polars as pl
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from owners import compare
 
-from pulse_bpf.analysis import attribute
-from pulse_bpf.analysis.load import Recording
+from pulse_bpf.analysis import attribute, measure
+from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import conform, empty
 
@@ -136,3 +138,32 @@ def test_a_communicator_without_calls_does_not_take_the_traffic_of_another() -> 
 
 def test_what_a_graph_captured_may_be_replayed_any_number_of_times() -> None:
     assert _handed_over((400_000, 720_000), captured=True)["rank"].to_list() == [0, 1]
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    path = tmp_path_factory.mktemp("recorded") / "moe"
+    simulate("healthy", path, seed=5, nodes=2, gpus=4, workload="moe", seconds=0.05, bin_us=200)
+    return load([path])
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_bytes_in_are_bytes_attributed_and_bytes_listed(data: st.DataObject, exchanged: Recording) -> None:
+    """Whatever rows are missing: each flow has one row, and what the operators table attributes and lists is all there
+    is."""
+    frames = dict(exchanged.tables)
+    for table in ("qps", "comms", "nics", "ops", "samples"):
+        share = data.draw(st.sampled_from([1.0, 0.9, 0.5, 0.0]), table)
+        frames[table] = frames[table].sample(fraction=share, seed=data.draw(st.integers(0, 99)))
+    recording = Recording(frames)
+    operators, flows = measure(recording)
+    assert not flows["flow"].is_duplicated().any()
+    assert (flows["comm_id"].is_null() == flows["reason"].is_not_null()).all()
+    assert flows.filter(pl.col("comm_id").is_not_null())["evidence"].null_count() == 0
+    counted = operators.filter(pl.col("level").is_in(["flow", "traffic", "unattributed"]))
+    for count in ("bytes", "retx_bytes"):
+        assert counted[count].sum() == frames["samples"][count].sum()
+    listed = counted.filter(pl.col("level") == "unattributed")["bytes"].sum()
+    owned = frames["samples"].join(flows.filter(pl.col("comm_id").is_not_null()), on="flow", how="semi")
+    assert listed == frames["samples"]["bytes"].sum() - owned["bytes"].sum()
