@@ -25,6 +25,8 @@ TINY_BYTES = 16384
 HEADER_BYTES, MTUS = 62, (4096, 2048, 1024)
 # Calls that are looked at; a job repeats itself.
 MAX_CALLS, MAX_BURSTS = 2048, 4096
+# In wider bins than this, what looks like one burst is several calls, and the few there are fit anything.
+MAX_BIN_NS = 2_000_000
 TWO_SIDED = ("Send", "Recv")
 
 CANDIDATES = pl.Schema(
@@ -40,7 +42,8 @@ def score(
     `directions`: flow and the `direction` of its data. `rows`: samples as attribute.samples gives them. A burst is
     what lies between two silences, and is explained when it is as large as one of the candidate's calls, or as some
     successive ones, by NCCL's published volumes of rings, trees and direct transfers over any number of channels.
-    `apart`: how far all its bytes are from those of all calls, as a share of them. `carried` and `called` are these
+    `apart`: how far all its bytes are from those of all calls, as a share of them; infinite where the calls cannot have
+    carried them, null where none was seen. `carried` and `called` are these
     bytes, the latter of all channels and null for what is replayed. All are null where nothing was seen of the flow's
     data. `wire`: bytes include headers. Assumes that the communicator has a queue pair of its own for each channel and
     peer; a shared one fits none.
@@ -131,9 +134,11 @@ def _sizes(calls: pl.DataFrame) -> Floats:
 
 
 def _bursts(t_ns: Longs, net: Longs, bin_ns: int) -> list[Longs]:
-    """Bytes between silences, for each length of SILENCES; first and last are cut and left out where there are more."""
+    """Bytes between silences, for each length of SILENCES; in bins that are too wide, only what there is in all."""
     silence = np.diff(t_ns) - bin_ns
     found = []
+    if bin_ns > MAX_BIN_NS:
+        return [np.array([net.sum()])]
     for bins in SILENCES:
         ends = np.flatnonzero(silence >= bins * bin_ns)
         cut = np.r_[0, np.cumsum(net)][np.r_[0, ends + 1, len(net)]]
@@ -143,9 +148,11 @@ def _bursts(t_ns: Longs, net: Longs, bin_ns: int) -> list[Longs]:
 
 def _fit(
     bursts: list[Longs], sequences: list[Floats], channels: list[int], replayed: bool, overheads: list[float]
-) -> tuple[float, float]:
-    """The share of the bytes that is explained, and how far all of them are from all volumes (0 where unknown)."""
+) -> tuple[float, float | None]:
+    """The share of the bytes that is explained, and how far all are from all volumes (0 of what is replayed)."""
     carried = float(bursts[0].sum())
+    if not any(map(len, sequences)):
+        return 0.0, None
     best, apart = 0.0, np.inf
     for volumes in sequences:
         if not len(volumes):
@@ -161,7 +168,7 @@ def _fit(
             away = 0.0 if replayed else abs(carried - float(volumes.sum()) / count) / carried
             apart = min(apart, away)
             # At both ends a call may be cut, or its call be older than the recording.
-            if away <= PLAUSIBLE + 2 * volumes.max() / count / carried:
+            if len(bursts) > 1 and away <= PLAUSIBLE + 2 * volumes.max() / count / carried:
                 shares = (
                     _explained(burst, sums * overhead / count) / carried
                     for burst in bursts
@@ -182,6 +189,7 @@ def _sums(volumes: Floats) -> Floats:
 
 
 def _explained(burst: Longs, volumes: Floats) -> float:
+    """The bytes of the bursts that are as large as one of `volumes`."""
     if not len(volumes):
         return 0.0
     after = np.clip(np.searchsorted(volumes, burst), 1, len(volumes) - 1) if len(volumes) > 1 else None

@@ -73,15 +73,16 @@ def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFra
     `use` "collective" and "alltoall" name the ranks of the processes that have the QPs, as all members take part.
     `use` "pairs" names those that call: the receiver has the QP itself, while the sender hands its data to the process
     that has, if that sits on the receiver's rail (PXN, ncclTopoGetNetDev in src/graph/search.cc). `use` is null where
-    no call of the communicator was seen.
+    no call of the communicator was seen that could use the QP.
     """
     members = _members(recording["comms"])
     ends = _both_inside(known, members, recording["comms"])
     kinds = _calls(recording["ops"])
     used = kinds.select("comm_id", "use").unique()
     collective = ends.join(used.filter(pl.col("use") != "pairs"), on="comm_id")
-    unknown = ends.join(used, on="comm_id", how="anti").with_columns(use=pl.lit(None, STR))
     pairs = _pairs(ends, kinds, members, recording["nics"], directions)
+    with_calls = pl.concat([collective.select("flow", "comm_id"), pairs.select("flow", "comm_id")])
+    unknown = ends.join(with_calls, on=["flow", "comm_id"], how="anti").with_columns(use=pl.lit(None, STR))
     columns = ["flow", "peer_flow", "node", "peer_node", "comm_id", "use", "rank", "nranks", "peer_rank"]
     return (
         pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
@@ -226,9 +227,11 @@ def settle(
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
-    chosen = _of_one_use(_best(scored))
-    left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
-    chosen = pl.concat([chosen, _of_one_use(_best(left)).with_columns(evidence=pl.lit("what is left"))])
+    chosen = _of_one_use(_explained(scored))
+    # What is surest comes first, as it leaves less for the rest.
+    for rule in (_nearest, _nearest, _possible):
+        left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
+        chosen = pl.concat([chosen, _of_one_use(rule(left))])
     best = pl.col("fit").max().over("flow")
     # Where several uses are left, ranks are those of all of them.
     mixed = pl.col("use").n_unique().over("flow") > 1
@@ -265,38 +268,57 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
         scored.join(other, on=key, how="left", nulls_equal=True)
         .with_columns(
             fit=pl.mean_horizontal("fit", "other_fit").fill_null(0.0),
-            apart=pl.mean_horizontal("apart", "other_apart").fill_null(float("inf")),
+            apart=pl.mean_horizontal("apart", "other_apart"),
         )
         .drop(f"other_{name}" for name in scores)
     )
 
 
-def _best(scored: pl.DataFrame) -> pl.DataFrame:
-    """The rows of the communicator that each flow serves, with `confidence` and `evidence`."""
-    key = ["flow", "comm_id"]
-    comms = scored.group_by(key).agg(pl.col("fit").max(), pl.col("apart").min())
-    by_fit = comms.sort(*key[:1], "fit", "comm_id", descending=[False, True, False]).with_columns(
-        second=pl.col("fit").shift(-1).over("flow").fill_null(0.0), rivals=pl.len().over("flow") - 1
+def _explained(scored: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the communicator whose calls explain each flow's bursts, with `confidence` and `evidence`."""
+    comms = (
+        scored.group_by("flow", "comm_id")
+        .agg(pl.col("fit").max())
+        .sort("flow", "fit", "comm_id", descending=[False, True, False])
+        .with_columns(
+            second=pl.col("fit").shift(-1).over("flow").fill_null(0.0), rivals=pl.len().over("flow") - 1
+        )
+        .unique("flow", keep="first", maintain_order=True)
     )
     alone, ahead = pl.col("rivals") == 0, pl.col("fit") - pl.col("second")
-    first = (
-        by_fit.unique("flow", keep="first", maintain_order=True)
-        .filter(alone | ((pl.col("fit") >= EXPLAINED) & (ahead >= AHEAD)))
-        .select(
-            *key,
-            confidence=pl.when(alone).then(1.0).otherwise(0.5 + 0.5 * ahead),
-            evidence=pl.when(alone).then(pl.lit(ALONE)).otherwise(pl.lit("volumes of its bursts")),
-        )
+    found = comms.filter(alone | ((pl.col("fit") >= EXPLAINED) & (ahead >= AHEAD))).select(
+        "flow",
+        "comm_id",
+        confidence=pl.when(alone).then(1.0).otherwise(0.5 + 0.5 * ahead),
+        evidence=pl.when(alone).then(pl.lit(ALONE)).otherwise(pl.lit("volumes of its bursts")),
     )
-    nearest = (
-        comms.sort("flow", "apart", "comm_id")
-        .with_columns(second=pl.col("apart").shift(-1).over("flow"))
+    return scored.join(found, on=["flow", "comm_id"])
+
+
+def _nearest(scored: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the communicator whose calls are about as large in all as each flow, while no other's are."""
+    comms = (
+        scored.group_by("flow", "comm_id")
+        .agg(pl.col("apart").min().fill_null(float("inf")))
+        .sort("flow", "apart", "comm_id")
+        .with_columns(second=pl.col("apart").shift(-1).over("flow").fill_null(float("inf")))
         .unique("flow", keep="first", maintain_order=True)
         .filter(pl.col("apart") <= by_volume.PLAUSIBLE, pl.col("second") - pl.col("apart") >= APART)
-        .join(first, on="flow", how="anti")
-        .select(*key, confidence=pl.lit(0.5), evidence=pl.lit("its volume in all"))
     )
-    return scored.join(pl.concat([first, nearest]), on=key)
+    found = comms.select("flow", "comm_id", confidence=pl.lit(0.5), evidence=pl.lit("its volume in all"))
+    return scored.join(found, on=["flow", "comm_id"])
+
+
+def _possible(scored: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the only communicator whose calls can have carried each flow."""
+    comms = (
+        scored.group_by("flow", "comm_id")
+        .agg((pl.col("apart").min() < float("inf")).fill_null(True).alias("possible"))
+        .filter("possible")
+        .filter(pl.len().over("flow") == 1)
+    )
+    found = comms.select("flow", "comm_id", confidence=pl.lit(0.5), evidence=pl.lit("what is left"))
+    return scored.join(found, on=["flow", "comm_id"])
 
 
 def _without_full(left: pl.DataFrame, chosen: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
