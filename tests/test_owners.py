@@ -64,6 +64,13 @@ def _handed_over(
     sizes: tuple[int, int], comms: tuple[str, ...] = ("c-4",), captured: bool = False
 ) -> pl.DataFrame:
     """FLOWS of two QPs of rank 0 to rank 2: one carries its own calls, the other those of rank 1 beside it."""
+    recording = Recording(_frames(sizes, comms, captured))
+    lives = attribute.queue_pairs(recording["qps"])
+    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    return flows.filter(pl.col("node") == "node0").sort("qpn")
+
+
+def _frames(sizes: tuple[int, int], comms: tuple[str, ...], captured: bool) -> dict[str, pl.DataFrame]:
     ranks = [(comm, rank) for comm in comms for rank in range(4)]
     nodes = [f"node{rank // 2}" for _, rank in ranks]
     frames = {
@@ -103,13 +110,9 @@ def _handed_over(
             ]
         ),
     }
-    recording = Recording(
-        {name: conform(frame, name) for name, frame in frames.items()}
-        | {name: empty(name) for name in ("coverage", "nodes", "channels")}
-    )
-    lives = attribute.queue_pairs(recording["qps"])
-    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
-    return flows.filter(pl.col("node") == "node0").sort("qpn")
+    return {name: conform(frame, name) for name, frame in frames.items()} | {
+        name: empty(name) for name in ("coverage", "nodes", "channels")
+    }
 
 
 def test_who_handed_its_data_to_a_neighbour_shows_in_the_volumes() -> None:
@@ -167,3 +170,37 @@ def test_bytes_in_are_bytes_attributed_and_bytes_listed(data: st.DataObject, exc
     listed = counted.filter(pl.col("level") == "unattributed")["bytes"].sum()
     owned = frames["samples"].join(flows.filter(pl.col("comm_id").is_not_null()), on="flow", how="semi")
     assert listed == frames["samples"]["bytes"].sum() - owned["bytes"].sum()
+
+
+def _in_flight(world_bytes: int) -> dict[str, object]:
+    """FLOWS of a QP that carries what was called before the recording, between members of two communicators.
+
+    "big-2" is known to send, though not over this QP; "world-4" reduces `world_bytes` eight times.
+    """
+    calls = [
+        {"node": "node0", "pid": 100, "comm_id": "world-4", "rank": 0, "nranks": 4, "kind": "AllReduce"}
+        | {"bytes": world_bytes, "call_ns": call_ns}
+        for call_ns in CALL_NS
+    ]
+    calls.append(
+        {"node": "node0", "pid": 101, "comm_id": "big-2", "rank": 1, "nranks": 4, "kind": "Send"}
+        | {"peer": 3, "bytes": 1000, "call_ns": 1}
+    )
+    frames = _frames((400_000, 720_000), ("world-4", "big-2"), captured=False)
+    frames["ops"] = conform(pl.DataFrame(calls, infer_schema_length=None), "ops")
+    recording = Recording(frames)
+    lives = attribute.queue_pairs(recording["qps"])
+    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    return flows.filter(pl.col("node") == "node0").sort("qpn").row(0, named=True)
+
+
+def test_calls_of_a_few_bytes_cannot_have_carried_millions() -> None:
+    flow = _in_flight(world_bytes=4)
+    assert (flow["comm_id"], flow["use"], flow["evidence"]) == ("big-2", None, "what is left")
+    assert flow["confidence"] == 0.5
+
+
+def test_where_both_could_have_carried_it_neither_is_taken() -> None:
+    flow = _in_flight(world_bytes=90_000_000)
+    assert flow["comm_id"] is None
+    assert flow["reason"] == "several communicators could use it"
