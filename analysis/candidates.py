@@ -209,7 +209,6 @@ def _pairs(
         .with_columns(rank="owner")
     )
     columns = ["flow", "peer_flow", "node", "peer_node", "comm_id", "rank", "nranks", "peer_rank"]
-    # Who calls is not known of a communicator to which calls outside the recording belong.
     return pl.concat([sent.select(columns), received.select(columns)]).with_columns(use=pl.lit("pairs"))
 
 
