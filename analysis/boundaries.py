@@ -147,7 +147,9 @@ def _learn(
 
 def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tuple[Floats, _Track]:
     """The bytes of each operator, and where they are in the curve of a process whose calls run ahead."""
-    factors = np.array(PROTOCOLS) if certain.all() else _factors(curve, volume)
+    factors = _factors(curve, volume)
+    if certain.all():
+        factors = factors[(factors >= 0.9) & (factors <= 2.2)]
     best = _best(curve, volume, factors)
     expected = volume * best[0]
     best, expected = _by_kind(curve, kind, expected, best)
@@ -215,7 +217,9 @@ def _factors(curve: _Curve, volume: Floats) -> Floats:
     whole = (curve.total - curve.low[0]) / volume.sum()
     sizes, middle = np.diff(curve.silences), np.median(volume)
     typical = [float(np.median(sizes) / middle)] if len(sizes) and middle <= LINES else []
-    factors = np.r_[PROTOCOLS, slopes, whole, typical]
+    learned = np.r_[slopes, whole, typical]
+    known = np.abs(learned[:, None] / PROTOCOLS - 1).min(1) <= 2 * VOLUME_TOLERANCE
+    factors = np.r_[PROTOCOLS, learned[~known]]
     return np.asarray(np.unique(factors[(factors >= LEAST_FACTOR) & (factors <= MOST_FACTOR)]))
 
 

@@ -186,12 +186,17 @@ def _expected(groups: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame)
         .otherwise(0.0)
         .fill_null(0.0)
     )
-    use = pl.col("use").fill_null("")
+    # Point-to-point calls have queue pairs of their own, unless a transport has one for all that two processes say.
+    own = pl.col("use").is_in(["pairs", "alltoall"]).fill_null(False)
+    collective = (pl.col("use") == "collective").fill_null(False)
     pairs = pairs.with_columns(
-        direct=pl.when(use == "ring").then(0.0).otherwise(direct),
+        direct=pl.when(collective & own.any().over("node", "comm_id", "direction"))
+        .then(0.0)
+        .otherwise(direct),
         # More than the group carries in all is no part of it.
         ring=pl.when(
-            (use == "pairs") | (ring.sum().over("group", "kind", "op_bytes") > MOST * pl.col("total"))
+            (own & collective.any().over("node", "comm_id", "direction"))
+            | (ring.sum().over("group", "kind", "op_bytes") > MOST * pl.col("total"))
         )
         .then(0.0)
         .otherwise(ring),

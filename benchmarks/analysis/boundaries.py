@@ -1,6 +1,6 @@
 """How well operators are cut out of the traffic of every simulated workload, against what really happened.
 
-    boundaries.py [--shape 4x1 ...] [--workload NAME ...] [--condition NAME ...] [--seconds S] [--keep DIR]
+    boundaries.py [--shape 4x1 ...] [--workload NAME ...] [--condition NAME ...] [--source NAME] [--seconds S] [--keep DIR]
 
 Each line is one recording of a healthy job: operators that are true and share found, share invented (derived
 operators with an end that are not true ones), median error and share within 3 bins of starts and ends, share of
@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="+", default=["4x1", "4x4"], metavar="NODESxGPUS")
     parser.add_argument("--workload", nargs="+", default=[n for n in WORKLOADS if not n.endswith("graph")])
     parser.add_argument("--scenario", default="healthy")
+    parser.add_argument("--source", default="packets")
     parser.add_argument("--condition", nargs="*", default=[])
     parser.add_argument("--seconds", type=float, default=0.4)
     parser.add_argument("--bin-us", type=int, default=32)
@@ -49,6 +50,7 @@ def main() -> None:
                         [chosen.scenario, workload, shape, *chosen.condition, chosen.seconds, chosen.bin_us],
                     )
                 )
+                name += "" if chosen.source == "packets" else f"-{chosen.source}"
                 directory = (chosen.keep or Path(scratch)) / f"{name}-{chosen.seed}"
                 if not (directory / "truth_operators.parquet").exists():
                     simulate(
@@ -60,6 +62,7 @@ def main() -> None:
                         workload=workload,
                         seconds=chosen.seconds,
                         bin_us=chosen.bin_us,
+                        source=chosen.source,
                         conditions=chosen.condition,
                     )
                 began = time.process_time()
