@@ -24,8 +24,9 @@ LEARNED_MARGIN = 0.1
 LINES, ROUNDED = 64 * 1024, 128.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
-# How many multiples, and offsets for each, are tried; and rounds of learning volumes from where operators end.
-MAX_FACTORS, MAX_OFFSETS, MAX_KINDS, ROUNDS = 12, 96, 6, 3
+# How many multiples, and offsets for each, are tried, fewer once the offset is about known; and rounds of learning
+# volumes from where operators end.
+MAX_FACTORS, MAX_OFFSETS, FEW_OFFSETS, MAX_KINDS, ROUNDS = 12, 96, 16, 6, 3
 # Pauses between calls of this share of the longest one are those in which a host waits.
 PAUSE_SHARE = 0.25
 # Ends of operators in silences, of those that should be, from which another offset than the calls' is believed.
@@ -77,8 +78,8 @@ def cut(
     """Cuts bins that begin at `t_ns`, with `total` bytes up to their ends, into operators called from `first_ns` on.
 
     `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of
-    a protocol where the volume is `certain`. Of the processes
-    whose bytes these may be, the first makes the call at `first_ns`, the last at `last_ns`.
+    a protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
+    `first_ns`, the last at `last_ns`.
 
     Bytes in bins that ended before an operator's call are not its own: this is what brings the cut back in step
     after a partial operator or lost samples. `paced`: the process waits for each operator before the next call, so
@@ -178,7 +179,7 @@ def _by_kind(
     order = np.argsort([-expected[kind == number].sum() for number in numbers])
     for number in numbers[order][:MAX_KINDS]:
         here = kind == number
-        if best[1].snapped[0, here].mean() >= 0.5:
+        if best[1].snapped[0, here].mean() >= 0.5 or expected[here].max() <= LINES:
             continue
         for factor in (PROTOCOLS[1], 1 / PROTOCOLS[1], PROTOCOLS[2], 1 / PROTOCOLS[2]):
             changed = np.where(here, expected * factor, expected)
@@ -233,7 +234,7 @@ def _best(
         lag = curve.low - factor * position
         # Every new maximum is a call that may have waited for all before it.
         records = np.unique(np.maximum.accumulate(lag))[-MAX_OFFSETS:]
-        tried = records if offset is None else np.r_[offset, records]
+        tried = records if offset is None else np.r_[offset, records[-FEW_OFFSETS:]]
         offsets.append(np.maximum(tried, 0))
         chosen.append(np.full(len(tried), factor))
     first = _track(curve, volume, np.concatenate(offsets), np.concatenate(chosen))

@@ -24,7 +24,7 @@ CUTS = pl.Schema({"group": U32, "op": U32, "expected_bytes": F64, "paced": pl.Bo
 
 @dataclass(frozen=True)
 class Segments:
-    """`groups`: flow groups, one per (process, communicator, NIC, peer, direction), numbered by `group`.
+    """`groups`: flow groups, one per (process, communicator, use, NIC, peer, direction), numbered by `group`.
 
     `cuts`: one row per (group, operator that should use it), with the bytes it should carry. `pieces`: every
     sample of the groups, cut where an operator ends inside it, sorted by (group, t_ns); `op` is null for bytes

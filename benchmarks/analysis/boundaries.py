@@ -1,6 +1,7 @@
 """How well operators are cut out of the traffic of every simulated workload, against what really happened.
 
-    boundaries.py [--shape 4x1 ...] [--workload NAME ...] [--condition NAME ...] [--source NAME] [--seconds S] [--keep DIR]
+    boundaries.py [--shape 4x1 ...] [--workload NAME ...] [--condition NAME ...] [--source NAME]
+                  [--seconds S] [--keep DIR]
 
 Each line is one recording of a healthy job: operators that are true and share found, share invented (derived
 operators with an end that are not true ones), median error and share within 3 bins of starts and ends, share of
