@@ -250,7 +250,10 @@ def _timed(own: pl.DataFrame) -> pl.DataFrame:
     """Adds completion, end and what depends on the process's other operators."""
     complete = pl.col("completion") >= 1 - VOLUME_TOLERANCE
     own = own.with_columns(
-        completion=(pl.col("bytes") - pl.col("retx_bytes").fill_null(0)) / pl.col("expected_bytes"),
+        # What should have moved may be nothing, and then nothing is known of how much of it has.
+        completion=pl.when(pl.col("expected_bytes").is_finite(), pl.col("expected_bytes") > 0).then(
+            (pl.col("bytes") - pl.col("retx_bytes").fill_null(0)) / pl.col("expected_bytes")
+        ),
         expected_bytes=pl.col("expected_bytes").round().cast(I64),
     )
     own = own.with_columns(

@@ -10,6 +10,7 @@ import pytest
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.boundaries import cut
+from pulse_bpf.analysis.load import load
 from pulse_bpf.lab.boundaries import compare
 from pulse_bpf.lab.sim.simulate import simulate
 
@@ -52,3 +53,27 @@ def test_what_an_operator_moves_of_its_volume_is_learned(factor: float) -> None:
     found = cut(t_ns[order], total, BIN_NS, call_ns, call_ns, volume, kind, np.zeros(24, bool))
     assert not found.paced
     assert np.abs(found.ends - np.cumsum(np.tile(sizes, 3))).max() <= 16
+
+
+def test_nobody_is_named_for_a_share_of_nothing(tmp_path: Path) -> None:
+    """A rank is stopped in the first operator of which its calls were lost: 0 of 0 bytes is no completion."""
+    simulate(
+        "hang-inside",
+        tmp_path / "r",
+        seed=1870036826,
+        nodes=4,
+        gpus=2,
+        workload="dp",
+        onset="late",
+        seconds=1.1,
+        source="diag+netlink",
+        bin_us=100,
+        conditions=["lost-calls"],
+    )
+    recording = load([tmp_path / "r"])
+    operators, flows = analysis.measure(recording)
+    completion = operators["completion"].drop_nulls()
+    assert completion.len() > 0
+    assert completion.is_finite().all()
+    accused = {finding.node for finding in analysis.conclude(recording, operators, flows).findings}
+    assert accused <= {"node1"}
