@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from sim_programs import (
 from sim_volumes import wire_bytes
 
 from pulse_bpf.lab.sim.model import NONE, Array, Cluster, Incident, Kind, Result, Seen, Stage, Target
+from pulse_bpf.lab.sim.simulate import simulate
 
 Floats = NDArray[np.float64]
 
@@ -416,3 +419,23 @@ def test_a_killed_process_sends_no_more_and_its_peers_time_out() -> None:
     assert bytes_in(result, tenant, 1, 10_000, 20 * MS, 100 * MS) == pytest.approx(
         80 * MS * line(cluster), rel=0.01
     )
+
+
+def test_ports_whose_queues_fill_one_after_the_other_do_not_stop_time(tmp_path: Path) -> None:
+    """Holding back the senders of one full queue shifted flows to another one that was full as well."""
+    output = tmp_path / "recording"
+    simulate(
+        "pcie-slow",
+        output,
+        seed=246922199,
+        nodes=6,
+        gpus=2,
+        workload="dp-tree",
+        severity=2.243,
+        onset="late",
+        seconds=0.84,
+        source="diag+netlink",
+        bin_us=1000,
+        pxn=False,
+    )
+    assert json.loads((output / "truth.json").read_text())["faults"][0]["effect"] > 1.0
