@@ -140,7 +140,8 @@ def _line(at: Longs, limit: Longs, forth: NDArray[np.bool_]) -> tuple[float, flo
         drift, start = np.polyfit(middle, (high + low) / 2, 1)
         line = start + drift * middle
         slope += float(drift)
-    bound = float(np.max(np.maximum(high - line, line - low)))
+    # Limits that exclude each other come of packets that were not the same: what that takes is no less uncertain.
+    bound = float(np.max(np.maximum(np.abs(high - line), np.abs(line - low))))
     return base + float(start), slope * 1e6, max(bound, 1.0)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import polars as pl
 
 from pulse_bpf import schema
-from pulse_bpf.analysis.segment import PROCESS, Floats, Longs, Segments
+from pulse_bpf.analysis.boundaries import VOLUME_TOLERANCE, Floats, Longs
+from pulse_bpf.analysis.segment import PROCESS, Segments
 from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U64
 
 # What localization needs beyond the recording format; see `measure`.
@@ -59,7 +60,7 @@ def measure(
     of_flow = (
         _shape(used, ["group", "op"])
         .join(segments.cuts, on=["group", "op"], how="full", coalesce=True)
-        .join(groups.drop("total", "bin_ns"), on="group")
+        .join(groups.drop("total", "bin_ns", "use"), on="group")
         .drop(*PROCESS, "comm_id", "rank", "gpu")
         .join(operators.drop("root"), on="op")
         .with_columns(level=pl.lit("flow"))
@@ -80,7 +81,7 @@ def measure(
         pieces.filter(pl.col("op").is_null())
         .group_by("group")
         .agg(_totals())
-        .join(groups.drop("total"), on="group")
+        .join(groups.drop("total", "use"), on="group")
         .with_columns(level=pl.lit("traffic"), origin=pl.lit("traffic"))
     )
     unattributed = (
@@ -247,7 +248,7 @@ def _of_nics(used: pl.DataFrame, of_flow: pl.DataFrame) -> pl.DataFrame:
 
 def _timed(own: pl.DataFrame) -> pl.DataFrame:
     """Adds completion, end and what depends on the process's other operators."""
-    complete = pl.col("completion") >= 1 - 0.004
+    complete = pl.col("completion") >= 1 - VOLUME_TOLERANCE
     own = own.with_columns(
         # What should have moved may be nothing, and then nothing is known of how much of it has.
         completion=pl.when(pl.col("expected_bytes").is_finite(), pl.col("expected_bytes") > 0).then(

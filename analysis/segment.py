@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from pulse_bpf.analysis import boundaries
 from pulse_bpf.schema import F64, I32, I64, U32, U64
-
-Longs = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 PROCESS = ["node", "pid"]
 PORT = ["node", "nic", "port", "direction"]
-# An operator is complete when all but this share of its bytes were seen: more would hide its last message.
-VOLUME_TOLERANCE = 0.004
-# A process that waits for each operator moves between two calls what the first needs, to this accuracy.
-PACED_TOLERANCE = 0.02
+
+# A kind of operator that would carry more than so many times all bytes of a flow group does not use it.
+MOST = 20.0
 
 PIECES = pl.Schema(
     {"group": U32, "op": U32, "t_ns": I64, "net": I64, "retx_bytes": I64, "ctl_packets": I64, "bytes": I64}
@@ -29,7 +24,7 @@ CUTS = pl.Schema({"group": U32, "op": U32, "expected_bytes": F64, "paced": pl.Bo
 
 @dataclass(frozen=True)
 class Segments:
-    """`groups`: flow groups, one per (process, communicator, NIC, peer, direction), numbered by `group`.
+    """`groups`: flow groups, one per (process, communicator, use, NIC, peer, direction), numbered by `group`.
 
     `cuts`: one row per (group, operator that should use it), with the bytes it should carry. `pieces`: every
     sample of the groups, cut where an operator ends inside it, sorted by (group, t_ns); `op` is null for bytes
@@ -99,7 +94,18 @@ def segment(
 
     Calls outside the time in which their port was `covered` take no bytes.
     """
-    key = [*PROCESS, "nic", "port", "comm_id", "rank", "peer_rank", "peer_node", "peer_nic", "direction"]
+    key = [
+        *PROCESS,
+        "nic",
+        "port",
+        "comm_id",
+        "use",
+        "rank",
+        "peer_rank",
+        "peer_node",
+        "peer_nic",
+        "direction",
+    ]
     mine = flows.filter(pl.col("comm_id").is_not_null()).select(*key[:-1], "gpu", "peer_pid", "flow")
     traffic = rows.drop("node", "nic", "port", "qpn").join(mine, on="flow")
     groups = (
@@ -127,10 +133,9 @@ def segment(
         .agg(pl.col("bytes", "retx_bytes", "ctl_packets").fill_null(0).sum().cast(I64))
         .sort("group", "t_ns")
     )
-    kinds = operators["kind"].unique().sort().to_list()
-    expected = expected.with_columns(
-        kind_index=pl.col("kind").replace_strict(kinds, range(len(kinds)), return_dtype=I32)
-    )
+    # What of its volume an operator of the ring moves depends on its size, too.
+    size = pl.when("by_ring").then("op_bytes")
+    expected = expected.with_columns(kind_index=pl.struct("kind", size).rank("dense").cast(I32))
     calls_of = {group: frame for (group,), frame in expected.partition_by("group", as_dict=True).items()}
     bin_of = dict(groups.select("group", "bin_ns").iter_rows())
     cuts, pieces = [pl.DataFrame(schema=CUTS)], [pl.DataFrame(schema=PIECES)]
@@ -148,6 +153,7 @@ def _expected(groups: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame)
     Volumes are those of NCCL's ring algorithm (chains for Broadcast and Reduce) and of direct transfers, from
     its published design; other algorithms show as a factor, which is learned later.
     """
+    operators = operators.join(_first_calls(operators), on="op")
     pairs = groups.join(operators.drop("rank", "gpu"), on=[*PROCESS, "comm_id"]).join(
         sent, on=["op", "direction", "peer_rank"], how="left"
     )
@@ -180,15 +186,40 @@ def _expected(groups: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame)
         .otherwise(0.0)
         .fill_null(0.0)
     )
-    pairs = pairs.with_columns(direct=direct, ring=ring)
-    # Who the ring's neighbours are shows in which peers carry more than the direct transfers explain. The
-    # shares of a group in the ring's traffic are taken to be the same for all its operators.
-    rest = pairs.group_by("group", *PROCESS, "comm_id", "direction").agg(
-        (pl.col("total").first() - pl.col("direct").sum()).clip(0).alias("rest")
+    # Point-to-point calls have queue pairs of their own, unless a transport has one for all that two processes say.
+    own = pl.col("use").is_in(["pairs", "alltoall"]).fill_null(False)
+    collective = (pl.col("use") == "collective").fill_null(False)
+    pairs = pairs.with_columns(
+        direct=pl.when(collective & own.any().over("node", "comm_id", "direction"))
+        .then(0.0)
+        .otherwise(direct),
+        # More than the group carries in all is no part of it.
+        ring=pl.when(
+            (own & collective.any().over("node", "comm_id", "direction"))
+            | (ring.sum().over("group", "kind", "op_bytes") > MOST * pl.col("total"))
+        )
+        .then(0.0)
+        .otherwise(ring),
     )
-    where = [*PROCESS, "comm_id", "direction"]
-    rest = rest.filter(pl.col("rest") >= 0.25 * pl.col("rest").max().over(where))
-    share = rest.select("group", share=pl.col("rest") / pl.col("rest").sum().over(where))
+    # Who the ring's neighbours are shows in which peers carry more than the direct transfers explain. Its channels
+    # are spread over the node's NICs, whichever process posts; each carries the same.
+    rest = pairs.group_by("group", "node", "comm_id", "direction").agg(
+        pl.col("direct").sum(),
+        (pl.col("total").first() - pl.col("direct").sum()).clip(0).alias("rest"),
+        pl.col("flows").first().list.len().alias("channels"),
+    )
+    where = ["node", "comm_id", "direction"]
+    rest = rest.with_columns(main=pl.col("rest") >= 0.25 * pl.col("rest").max().over(where))
+    channels = pl.col("channels") / pl.col("channels").sum().over(*where, "main")
+    measured = pl.col("rest") / pl.col("rest").sum().over(*where, "main")
+    share = rest.select(
+        "group",
+        share=pl.when(~pl.col("main"))
+        .then(pl.when(pl.col("direct") > 0).then(0.0).otherwise(1.0))
+        .when((measured / channels - 1).abs() < 0.02)
+        .then(channels)
+        .otherwise(measured),
+    )
     # Several NICs to one peer share its direct transfers the same way.
     lane = pl.col("total") / pl.col("total").sum().over("op", "direction", "peer_rank", "peer_node")
     return (
@@ -196,11 +227,64 @@ def _expected(groups: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame)
         .join(share, on="group", how="left")
         .with_columns(
             volume=pl.col("direct") * pl.col("lane")
-            + pl.col("ring") * pl.col("share").fill_nan(0).fill_null(0)
+            + pl.col("ring") * pl.col("share").fill_nan(0).fill_null(0),
+            by_ring=pl.col("ring") > 0,
         )
         .filter(pl.col("volume") > 0)
         .sort("group", "program_pos")
-        .select("group", "op", "kind", "call_ns", "volume")
+        .select(
+            "group", "op", "kind", "op_bytes", "by_ring", "call_ns", "first_call_ns", "last_call_ns", "volume"
+        )
+    )
+
+
+def _first_calls(operators: pl.DataFrame) -> pl.DataFrame:
+    """op, first_call_ns, last_call_ns: when the first and the last process of the node made that call.
+
+    With PXN a queue pair carries what another GPU of the node sends, so bytes may flow from then on. Observed
+    sequences of two processes may begin one call apart; they are matched by kind, size and time. Point-to-point
+    calls are the caller's own.
+    """
+    same = ["node", "comm_id", "kind", "op_bytes", "step"]
+    calls = operators.filter(~pl.col("kind").is_in(["Group", "Send", "Recv"])).select(
+        "op", *PROCESS, "comm_id", "kind", "op_bytes", "call_ns", step=pl.col("op_seq").cast(I64)
+    )
+    pair = ["node", "comm_id", "pid", "other"]
+    apart = pl.col("other_ns") - pl.col("call_ns")
+    matched = pl.concat(
+        [
+            calls.join(
+                calls.select(
+                    *same[:-1], pl.col("step") + shift, pl.col("pid").alias("other"), other_ns="call_ns"
+                ),
+                on=same,
+                nulls_equal=True,
+            )
+            .filter(pl.col("pid") != pl.col("other"))
+            .with_columns(shift=pl.lit(shift))
+            for shift in (0, -1, 1)
+        ]
+    )
+    fits = (
+        matched.group_by(*pair, "shift", maintain_order=True)
+        .agg(pl.len(), apart.abs().median().alias("apart_ns"))
+        .filter(pl.col("len") >= 0.8 * pl.col("len").max().over(pair))
+        .sort("apart_ns", maintain_order=True)
+        .unique(pair, keep="first", maintain_order=True)
+    )
+    others = (
+        matched.join(fits.select(*pair, "shift"), on=[*pair, "shift"], how="semi")
+        .group_by("op")
+        .agg(pl.col("other_ns").min(), pl.col("other_ns").max().alias("last_ns"))
+    )
+    return (
+        operators.select("op", "call_ns")
+        .join(others, on="op", how="left")
+        .select(
+            "op",
+            first_call_ns=pl.min_horizontal("call_ns", "other_ns"),
+            last_call_ns=pl.max_horizontal("call_ns", "last_ns"),
+        )
     )
 
 
@@ -210,13 +294,15 @@ def _cut(curve: pl.DataFrame, calls: pl.DataFrame, bin_ns: int) -> tuple[pl.Data
     net = (curve["bytes"] - curve["retx_bytes"]).to_numpy()
     total = np.cumsum(net)
     op = calls["op"].to_numpy()
-    starts, ends, expected, paced = _boundaries(
+    starts, ends, expected, paced = boundaries.cut(
         t_ns,
         total,
         bin_ns,
-        calls["call_ns"].to_numpy(),
+        calls["first_call_ns"].to_numpy(),
+        calls["last_call_ns"].to_numpy(),
         calls["volume"].to_numpy(),
         calls["kind_index"].to_numpy(),
+        calls["kind"].is_in(["Group", "Send", "Recv"]).to_numpy(),
     )
     cuts = pl.DataFrame({"op": op, "expected_bytes": expected, "paced": np.full(len(op), paced)})
 
@@ -246,96 +332,3 @@ def _cut(curve: pl.DataFrame, calls: pl.DataFrame, bin_ns: int) -> tuple[pl.Data
         }
     ).with_columns(op=pl.when(pl.Series(belongs)).then("op"))
     return cuts.cast({"op": U32}), pieces
-
-
-def _boundaries(
-    t_ns: Longs, total: Longs, bin_ns: int, call_ns: Longs, volume: Floats, kind: NDArray[Any]
-) -> tuple[Longs, Longs, Floats, bool]:
-    """Start and end of each operator in cumulated bytes, the bytes it should have, and whether calls pace it.
-
-    Bytes in bins that ended before an operator's call are not its own: this is what brings the cut back in step
-    after a partial operator or lost samples. `paced`: the process waits for each operator before the next call, so
-    the bytes between two calls are the first one's. Otherwise calls run ahead, and operators follow each other
-    by volume; where the first begins is then found by matching boundaries with silences.
-    """
-    if len(call_ns) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), False
-    before = np.r_[0, total]
-    low = before[np.searchsorted(t_ns + bin_ns, call_ns, "right")]
-    high = before[np.searchsorted(t_ns, call_ns + bin_ns, "right")]
-    sizes = np.sort(np.diff(before))
-    # Half of all bytes are in bins of at least this size.
-    bin_bytes = float(sizes[np.searchsorted(np.cumsum(sizes), total[-1] / 2)])
-    factor, paced = _learn(low, volume, kind, bin_bytes)
-    if paced:
-        expected = volume * factor
-        starts = np.empty(len(low))
-        at = low[0]
-        for index in range(len(low)):
-            # Where the volume so far ends away from the call, bytes are missing or unknown: the call settles it.
-            starts[index] = at = at if low[index] <= at <= high[index] else low[index]
-            at += expected[index]
-    else:
-        # All traffic against all volumes is the factor if the recording ends with the last operator.
-        factors = {1.0, float(np.clip((total[-1] - low[0]) / volume.sum(), 1.0, 2.2))}
-        fits = [
-            (*_first_offset(t_ns, total, bin_ns, low, volume * value), value) for value in sorted(factors)
-        ]
-        _, offset, chosen = max(fits, key=lambda fit: fit[0])
-        expected = volume * chosen
-        position = offset + np.r_[0, np.cumsum(expected)[:-1]]
-        starts = position + np.maximum.accumulate(np.maximum(low - position, 0))
-    starts = np.minimum(np.round(starts), total[-1]).astype(np.int64)
-    following = np.r_[starts[1:], total[-1]]
-    ends = np.minimum(np.round(starts + expected).astype(np.int64), following)
-    # What exceeds the volume only slightly is still the operator's, a repeat that was not seen as one.
-    ends = np.where(following - ends <= PACED_TOLERANCE * expected, following, ends) if paced else ends
-    return starts, ends, expected, paced
-
-
-def _learn(low: Longs, volume: Floats, kind: NDArray[Any], bin_bytes: float) -> tuple[Floats, bool]:
-    """The bytes on the wire per expected byte of each operator, by kind, and whether the process is paced."""
-    ratio = np.diff(low) / volume[:-1]
-    usable = volume[:-1] >= 8 * bin_bytes
-    factor = np.ones(len(volume))
-    agreeing = 0
-    for number in np.unique(kind[:-1][usable]):
-        chosen = usable & (kind[:-1] == number)
-        middle = float(np.median(ratio[chosen]))
-        if not 0.9 <= middle <= 2.2:
-            continue
-        near = np.abs(ratio - middle) <= PACED_TOLERANCE * middle + 2 * bin_bytes / volume[:-1]
-        agreeing += int((near & chosen).sum())
-        spread = float(np.median(np.abs(ratio[chosen] - middle)))
-        if abs(middle - 1) > max(VOLUME_TOLERANCE, 3 * spread):
-            factor[kind == number] = middle
-    paced = int(usable.sum()) >= 3 and agreeing >= 0.6 * int(usable.sum())
-    return (factor if paced else np.ones(len(volume))), paced
-
-
-def _first_offset(
-    t_ns: Longs, total: Longs, bin_ns: int, low: Longs, expected: Floats
-) -> tuple[float, float]:
-    """Where in the cumulated bytes the first operator begins, and how well that fits, from 0 to 1.
-
-    Bytes of earlier, unseen calls may precede it. The place where most operators then end in a silence is taken,
-    if it is clearly better than the earliest that the calls allow.
-    """
-    position = np.r_[0, np.cumsum(expected)[:-1]]
-    earliest = float(np.max(low - position))
-    ends = earliest + position + expected
-    silences = total[:-1][np.diff(t_ns) > bin_ns]
-    if len(silences) < 2:
-        return 0.0, earliest
-    later = silences[np.searchsorted(silences, earliest) :][:256]
-    offsets = np.unique(np.r_[0.0, (later[:, None] - ends[None, :4]).ravel()])
-    offsets = offsets[offsets >= 0]
-    moved = ends[None, :] + offsets[:, None]
-    after = np.clip(np.searchsorted(silences, moved), 1, len(silences) - 1)
-    distance = np.minimum(np.abs(silences[after] - moved), np.abs(silences[after - 1] - moved))
-    inside = moved < total[-1]
-    hits = ((distance <= VOLUME_TOLERANCE * expected) & inside).sum(1) / np.maximum(inside.sum(1), 4)
-    best = int(np.argmax(hits))
-    if hits[best] >= 0.8 and hits[best] > hits[0] + 0.2:
-        return float(hits[best]), earliest + float(offsets[best])
-    return float(hits[0]), earliest

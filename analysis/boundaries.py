@@ -1,0 +1,360 @@
+"""Where operators begin and end in the bytes of one flow group."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+# An operator is complete when all but this share of its bytes were seen: more would hide its last message.
+VOLUME_TOLERANCE = 0.004
+# A process that waits for each operator moves between two calls what the first needs, to this accuracy.
+PACED_TOLERANCE = 0.02
+# Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
+LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
+# Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
+PROTOCOLS = (1.0, 128 / 120, 2.0)
+# How much better another multiple must do than those of the protocols.
+LEARNED_MARGIN = 0.1
+LINES, ROUNDED = 64 * 1024, 128.0
+# Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
+TINY = 1e-4
+# How many multiples, and offsets for each, are tried, fewer once the offset is about known; and rounds of learning
+# volumes from where operators end.
+MAX_FACTORS, MAX_OFFSETS, FEW_OFFSETS, MAX_KINDS, ROUNDS = 12, 96, 16, 6, 3
+# Pauses between calls of this share of the longest one are those in which a host waits.
+PAUSE_SHARE = 0.25
+# Ends of operators in silences, of those that should be, from which another offset than the calls' is believed.
+SURE_HITS, CLEARLY_BETTER = 0.8, 0.2
+
+
+class Cut(NamedTuple):
+    """Of each operator: `starts` and `ends` in cumulated bytes, the bytes `expected`, and whether calls pace it."""
+
+    starts: Longs
+    ends: Longs
+    expected: Floats
+    paced: bool
+
+
+class _Curve(NamedTuple):
+    """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
+
+    `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
+    full bin.
+    """
+
+    low: Floats
+    silences: Floats
+    total: float
+    waited: Flags
+    bin_bytes: float
+
+
+class _Track(NamedTuple):
+    starts: Floats
+    ends: Floats
+    snapped: Flags
+    jumped: Floats
+    on_time: Floats
+    score: Floats
+
+
+def cut(
+    t_ns: Longs,
+    total: Longs,
+    bin_ns: int,
+    first_ns: Longs,
+    last_ns: Longs,
+    volume: Floats,
+    kind: NDArray[Any],
+    certain: Flags,
+) -> Cut:
+    """Cuts bins that begin at `t_ns`, with `total` bytes up to their ends, into operators called from `first_ns` on.
+
+    `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of
+    a protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
+    `first_ns`, the last at `last_ns`.
+
+    Bytes in bins that ended before an operator's call are not its own: this is what brings the cut back in step
+    after a partial operator or lost samples. `paced`: the process waits for each operator before the next call, so
+    the bytes between two calls are the first one's. Otherwise calls run ahead, and operators follow each other
+    by volume; the factors and the place of the first are then those with which most operators end in a silence.
+    """
+    if len(first_ns) == 0:
+        return Cut(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), False)
+    before = np.r_[0, total]
+    low = before[np.searchsorted(t_ns + bin_ns, first_ns, "right")]
+    high = before[np.searchsorted(t_ns, last_ns + bin_ns, "right")]
+    sizes = np.sort(np.diff(before))
+    # Half of all bytes are in bins of at least this size.
+    bin_bytes = float(sizes[np.searchsorted(np.cumsum(sizes), total[-1] / 2)])
+    factor, paced = _learn(low, volume, kind, certain, bin_bytes)
+    silences = total[:-1][np.diff(t_ns) > bin_ns].astype(float)
+    expected = volume * factor
+    if paced and (first_ns == last_ns).all():
+        starts = np.empty(len(low))
+        at = low[0]
+        for index in range(len(low)):
+            # Where the volume so far ends away from the call, bytes are missing or unknown: the call settles it.
+            starts[index] = at = at if low[index] <= at <= high[index] else low[index]
+            at = float(_drawn(silences, np.array([at]), expected[index])[0][0])
+        ends = starts + expected
+    else:
+        curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes)
+        expected, track = _fit(curve, expected, kind, certain)
+        starts, ends = track.starts[0], track.ends[0]
+    begins = np.minimum(np.round(starts), total[-1]).astype(np.int64)
+    following = np.r_[begins[1:], total[-1]]
+    stops = np.minimum(np.round(ends).astype(np.int64), following)
+    # What exceeds the volume only slightly is still the operator's, a repeat that was not seen as one.
+    if paced:
+        stops = np.where(following - stops <= PACED_TOLERANCE * expected, following, stops)
+    return Cut(begins, stops, expected, paced)
+
+
+def _waited(call_ns: Longs, bin_ns: int) -> Flags:
+    pause = np.diff(call_ns, prepend=call_ns[0])
+    return np.asarray((pause >= 8 * bin_ns) & (pause >= PAUSE_SHARE * pause.max()))
+
+
+def _learn(
+    low: Longs, volume: Floats, kind: NDArray[Any], certain: Flags, bin_bytes: float
+) -> tuple[Floats, bool]:
+    """The bytes on the wire per expected byte of each operator, by kind, and whether the process is paced."""
+    ratio = np.diff(low) / volume[:-1]
+    usable = volume[:-1] >= 8 * bin_bytes
+    factor = np.ones(len(volume))
+    agreeing = 0
+    for number in np.unique(kind[:-1][usable]):
+        chosen = usable & (kind[:-1] == number)
+        middle = float(np.median(ratio[chosen]))
+        least, most = (0.9, 2.2) if certain[:-1][chosen].any() else (LEAST_FACTOR, MOST_FACTOR)
+        if not least <= middle <= most:
+            continue
+        near = np.abs(ratio - middle) <= PACED_TOLERANCE * middle + 2 * bin_bytes / volume[:-1]
+        agreeing += int((near & chosen).sum())
+        spread = float(np.median(np.abs(ratio[chosen] - middle)))
+        if abs(middle - 1) > max(VOLUME_TOLERANCE, 3 * spread):
+            factor[kind == number] = middle
+    paced = int(usable.sum()) >= 3 and agreeing >= 0.6 * int(usable.sum())
+    return (factor if paced else np.ones(len(volume))), paced
+
+
+def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tuple[Floats, _Track]:
+    """The bytes of each operator, and where they are in the curve of a process whose calls run ahead."""
+    factors = _factors(curve, volume)
+    if certain.all():
+        factors = factors[(factors >= 0.9) & (factors <= 2.2)]
+    best = _best(curve, volume, factors)
+    expected = volume * best[0]
+    best, expected = _by_kind(curve, kind, expected, best)
+    guessed = expected
+    for _ in range(ROUNDS):
+        refined = _refine(curve, best[1], volume, kind, expected)
+        again = _best(curve, refined, np.ones(1), float(best[1].starts[0, 0]))
+        if again[1].score[0] < best[1].score[0]:
+            break
+        settled = np.allclose(refined, expected, rtol=1e-9)
+        expected, best = refined, again
+        if settled:
+            break
+    unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
+    if unseen.any():
+        expected = np.where(unseen, 0.0, expected)
+        best = _best(curve, expected, np.ones(1), float(best[1].starts[0, 0]))
+    return expected, best[1]
+
+
+def _by_kind(
+    curve: _Curve, kind: NDArray[Any], expected: Floats, best: tuple[float, _Track]
+) -> tuple[tuple[float, _Track], Floats]:
+    """Tries another protocol for each kind of which little ends in silences."""
+    numbers = np.unique(kind)
+    order = np.argsort([-expected[kind == number].sum() for number in numbers])
+    for number in numbers[order][:MAX_KINDS]:
+        here = kind == number
+        if best[1].snapped[0, here].mean() >= 0.5 or expected[here].max() <= LINES:
+            continue
+        for factor in (PROTOCOLS[1], 1 / PROTOCOLS[1], PROTOCOLS[2], 1 / PROTOCOLS[2]):
+            changed = np.where(here, expected * factor, expected)
+            again = _best(curve, changed, np.ones(1), float(best[1].starts[0, 0]))
+            enough = again[1].snapped[0, here].sum() >= max(2, 0.5 * here.sum())
+            if enough and again[1].score[0] > best[1].score[0] + 0.01:
+                best, expected = again, changed
+    return best, expected
+
+
+def _factors(curve: _Curve, volume: Floats) -> Floats:
+    """Multiples of the volumes worth a trial.
+
+    A call made when all before it are done sits where these end. Calls made ahead sit earlier in the bytes, so
+    the former lie on the upper hull of calls over volumes, and its slope is the factor: of the whole, and
+    between points far apart. It needs a host that waits now and then.
+    """
+    position = np.r_[0, np.cumsum(volume)[:-1]]
+    hull: list[int] = []
+    for index in range(len(position)):
+        while len(hull) >= 2:
+            first, second = hull[-2], hull[-1]
+            left = (curve.low[second] - curve.low[first]) * (position[index] - position[first])
+            if left > (curve.low[index] - curve.low[first]) * (position[second] - position[first]):
+                break
+            hull.pop()
+        hull.append(index)
+    at = np.array(hull)
+    one, other = np.triu_indices(len(at), 1)
+    one, other = at[one], at[other]
+    across = position[other] - position[one]
+    rise = curve.low[other] - curve.low[one]
+    far = (rise >= 0.15 * curve.total) & (across > 0)
+    slopes = rise[far] / across[far]
+    slopes = slopes[np.argsort(-across[far])][: MAX_FACTORS - 3]
+    whole = (curve.total - curve.low[0]) / volume.sum()
+    sizes, middle = np.diff(curve.silences), np.median(volume)
+    typical = [float(np.median(sizes) / middle)] if len(sizes) and middle <= LINES else []
+    learned = np.r_[slopes, whole, typical]
+    known = np.abs(learned[:, None] / PROTOCOLS - 1).min(1) <= 2 * VOLUME_TOLERANCE
+    factors = np.r_[PROTOCOLS, learned[~known]]
+    return np.asarray(np.unique(factors[(factors >= LEAST_FACTOR) & (factors <= MOST_FACTOR)]))
+
+
+def _best(
+    curve: _Curve, volume: Floats, factors: Floats, offset: float | None = None
+) -> tuple[float, _Track]:
+    """The factor, and the track, with which operators fit the curve best."""
+    offsets, chosen = [], []
+    position = np.r_[0, np.cumsum(volume)[:-1]]
+    for factor in factors:
+        lag = curve.low - factor * position
+        # Every new maximum is a call that may have waited for all before it.
+        records = np.unique(np.maximum.accumulate(lag))[-MAX_OFFSETS:]
+        tried = records if offset is None else np.r_[offset, records[-FEW_OFFSETS:]]
+        offsets.append(np.maximum(tried, 0))
+        chosen.append(np.full(len(tried), factor))
+    first = _track(curve, volume, np.concatenate(offsets), np.concatenate(chosen))
+    # What small operators move is rounded up to whole lines.
+    least = LEARNED_MARGIN if np.median(volume) > LINES else 0.0
+    margin = np.where(np.isin(np.concatenate(chosen), PROTOCOLS), 0.0, least)
+    hits = first.snapped.sum(1)
+    best = int(np.argmax(first.score * np.sqrt((1 + hits) / (1 + hits.max())) - margin))
+    factor, track = float(np.concatenate(chosen)[best]), _only(first, best)
+    if track.score[0] >= SURE_HITS or track.on_time[0] >= 0.5 or offset is not None:
+        return factor, track
+    # Nothing waits: bytes of earlier, unseen calls may precede the first operator.
+    earliest = float(np.max(curve.low - factor * position))
+    later = curve.silences[np.searchsorted(curve.silences, earliest) :][:MAX_OFFSETS]
+    ends = factor * (position + volume)[:4]
+    moved = np.unique((later[:, None] - ends).ravel())
+    moved = moved[moved >= max(earliest, 0)]
+    if len(moved):
+        second = _track(curve, volume, moved, np.full(len(moved), factor))
+        number = int(np.argmax(second.score))
+        enough = second.snapped[number].sum() >= track.snapped.sum()
+        if enough and second.score[number] >= max(SURE_HITS, track.score[0] + CLEARLY_BETTER):
+            track = _only(second, number)
+    return factor, track
+
+
+def _only(track: _Track, number: int) -> _Track:
+    one = slice(number, number + 1)
+    return _Track(
+        track.starts[one],
+        track.ends[one],
+        track.snapped[one],
+        track.jumped[one],
+        track.on_time[one],
+        track.score[one],
+    )
+
+
+def _track(curve: _Curve, volume: Floats, offsets: Floats, factors: Floats) -> _Track:
+    """Lays the operators end to end for each trial (offset, factor), ends drawn to silences that are near.
+
+    `score`: operators that end in a silence, of those that end in the curve; half as much for calls after a pause
+    that find all before them done; less the share of bytes since the first call that belong to no operator, those
+    before the first, which may be of earlier calls, by half. Arrays are [trials, operators].
+    """
+    trials, count = len(offsets), len(volume)
+    starts, ends, jumped = (np.empty((trials, count)) for _ in range(3))
+    snapped = np.zeros((trials, count), bool)
+    on_time = np.zeros(trials)
+    at = offsets.copy()
+    for index in range(count):
+        start = np.maximum(at, curve.low[index])
+        jumped[:, index] = start - at
+        if curve.waited[index]:
+            on_time += np.abs(at - curve.low[index]) <= 2 * curve.bin_bytes
+        size = volume[index] * factors
+        at, hit = _drawn(curve.silences, start, size)
+        starts[:, index], ends[:, index], snapped[:, index] = start, at, hit
+    inside = (ends < curve.total) & (ends > starts)
+    on_time /= max(int(curve.waited.sum()), 1)
+    lost = (jumped[:, 1:]).sum(1) + np.maximum(curve.total - ends[:, -1], 0)
+    lost += 0.5 * (starts[:, 0] - curve.low[0])
+    lost /= max(curve.total - curve.low[0], 1)
+    hits = (snapped & inside).sum(1)
+    within = np.searchsorted(curve.silences, ends[:, -1]) - np.searchsorted(curve.silences, starts[:, 0])
+    score = hits / np.maximum(np.minimum(inside.sum(1), within), 4) + 0.5 * on_time - lost
+    return _Track(starts, ends, snapped, jumped, on_time, score)
+
+
+def _drawn(silences: Floats, start: Floats, size: Floats | float) -> tuple[Floats, Flags]:
+    """Ends of operators of `size` from `start`, drawn to the nearest silence if it is near, and whether it is."""
+    end = start + size
+    if len(silences) == 0:
+        return end, np.zeros(len(end), bool)
+    after = np.minimum(np.searchsorted(silences, end), len(silences) - 1)
+    before = np.maximum(after - 1, 0)
+    near = np.where(
+        np.abs(silences[after] - end) < np.abs(silences[before] - end), silences[after], silences[before]
+    )
+    # Of several within some lines of each other the first: what follows is the next, small operator.
+    first = silences[np.searchsorted(silences, near - ROUNDED)]
+    near = np.where((size > LINES) & (first > start), first, near)
+    hit = (np.abs(near - end) <= np.maximum(VOLUME_TOLERANCE * size, ROUNDED)) & (near > start)
+    return np.where(hit, near, end), hit
+
+
+def _refine(curve: _Curve, track: _Track, volume: Floats, kind: NDArray[Any], expected: Floats) -> Floats:
+    """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
+
+    Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left
+    out of a second pass.
+    """
+    ends, snapped, jumped = track.ends[0].copy(), track.snapped[0].copy(), track.jumped[0]
+    # A host that waited made its call when all before it had ended.
+    before = np.flatnonzero(curve.waited[1:])
+    ends[before], snapped[before] = curve.low[before + 1], True
+    marks = np.flatnonzero(snapped)
+    if len(marks) < 3:
+        return expected
+    numbers, which = np.unique(kind, return_inverse=True)
+    by_kind = np.zeros((len(volume) + 1, len(numbers)))
+    by_kind[np.arange(1, len(volume) + 1), which] = expected
+    by_kind = np.cumsum(by_kind, 0)
+    rows = by_kind[marks[1:] + 1] - by_kind[marks[:-1] + 1]
+    sizes = np.diff(ends[marks])
+    moved = np.cumsum((jumped > 0) & ~curve.waited)
+    whole = moved[marks[1:]] == moved[marks[:-1]]
+    whole &= np.abs(sizes - rows.sum(1)) <= np.maximum(0.1 * rows.sum(1), ROUNDED)
+    rows, sizes = rows[whole], sizes[whole]
+    if not len(rows):
+        return expected
+    scale = np.ones(len(numbers))
+    kept = np.ones(len(rows), bool)
+    for _ in range(2):
+        weight = 1e-9 * rows.max()
+        left = np.vstack([rows[kept], weight * np.eye(len(numbers))])
+        right = np.r_[sizes[kept], np.full(len(numbers), weight)]
+        scale = np.linalg.lstsq(left, right, rcond=None)[0]
+        off = np.abs(rows @ scale - sizes)
+        kept = off <= max(float(np.median(off)) * 4, 1.0)
+    # Too few bytes to be told from what is lost in the others' rounding.
+    scale[(scale < LEAST_FACTOR) | (scale > MOST_FACTOR)] = 0
+    return np.asarray(np.round(expected * scale[which], 3))
