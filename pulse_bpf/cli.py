@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +15,7 @@ from rich.text import Text
 
 from pulse_bpf import __version__
 from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, HostError, PulseError, UsageError
+from pulse_bpf.output import write
 
 if TYPE_CHECKING:
     from pulse_bpf.check import Check
@@ -45,17 +44,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         _notices.print("pulse: interrupted", style="red", highlight=False)
         return PARTIAL
-
-
-def _print(text: str) -> None:
-    """Writes data to stdout; a reader that has left is no error, HostError when it cannot be written."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        # Else the interpreter would try again, and complain, when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            raise HostError("cannot write the result", error.strerror or str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -144,13 +132,13 @@ def _check(arguments: argparse.Namespace) -> int:
 
     checks = check_host()
     if arguments.json:
-        _print(json.dumps([asdict(check) for check in checks], indent=1))
+        write(json.dumps([asdict(check) for check in checks], indent=1))
     else:
-        _print(_check_table(checks))
+        write(_check_table(checks))
     return HOST if any(check.state == "fail" for check in checks) else OK
 
 
-def _check_table(checks: Sequence[Check]) -> str:
+def _check_table(checks: Sequence[Check]) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("check", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
@@ -158,11 +146,7 @@ def _check_table(checks: Sequence[Check]) -> str:
     for check in checks:
         state = Text(check.state, styles[check.state])
         table.add_row(check.name, state, Text(check.found), Text(check.advice))
-    # A pipe has no width of its own.
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    with console.capture() as capture:
-        console.print(table)
-    return capture.get().rstrip("\n")
+    return table
 
 
 def _record(arguments: argparse.Namespace) -> int:
@@ -228,7 +212,7 @@ def _analyze(arguments: argparse.Namespace) -> int:
     from pulse_bpf.analysis.text import render
 
     findings = analysis.analyze(arguments.recordings)
-    _print(findings.to_json() if arguments.json else render(findings))
+    write(findings.to_json() if arguments.json else render(findings))
     if arguments.operators:
         try:
             analysis.operators(arguments.recordings).write_parquet(arguments.operators)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from pulse_bpf.errors import HOST, OK, UsageError
+from pulse_bpf.output import write
 
 
 def add_commands(verbs: Any) -> None:
@@ -55,9 +55,9 @@ def _list(arguments: argparse.Namespace) -> int:
 
     listed = nic_list.list_ports(socket.gethostname())
     if arguments.json:
-        print(json.dumps(listed, indent=1))
+        write(json.dumps(listed, indent=1))
     else:
-        _show(*nic_list.render(listed))
+        write(*nic_list.render(listed))
     return OK if listed["ports"] else HOST
 
 
@@ -70,21 +70,14 @@ def _qps(arguments: argparse.Namespace) -> int:
     else:
         frame, missing = nic_qps.live(socket.gethostname())
     if arguments.json:
-        print(json.dumps(frame.to_dicts(), indent=1))
+        write(json.dumps(frame.to_dicts(), indent=1))
     else:
         none = (
             "No queue pair is recorded."
             if arguments.recordings
             else "There is no queue pair of a user process."
         )
-        _show(nic_qps.render(frame) if frame.height else none)
+        write(nic_qps.render(frame) if frame.height else none)
     if missing:
         print(f"pulse: {missing}", file=sys.stderr)
     return OK
-
-
-def _show(*parts: Table | str) -> None:
-    # A pipe has no width of its own.
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    for part in parts:
-        console.print(part, markup=False, highlight=False)

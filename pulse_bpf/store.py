@@ -140,7 +140,7 @@ def _explained(root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "Free some space or choose another disk with -o; what was written before is kept"
+            advice = "Free some space or choose another disk with -o"
         else:
             advice = "Choose another directory with -o"
         raise HostError(f"cannot write to {root}", error.strerror or str(error), advice) from error

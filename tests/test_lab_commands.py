@@ -173,3 +173,12 @@ def test_slow_loops_come_and_go_host_by_host(lab: job.Lab, tmp_path: Path) -> No
     FAULTS["slow-loop"].clear(lab, 1)
     assert slowed() == {"1"}
     assert json.loads((tmp_path / "control.json").read_text())["compute_ms"] == 1.0
+
+
+def test_a_list_that_cannot_be_written_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*PULSE, "scenarios"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert result.returncode == HOST
+    assert result.stderr == "pulse: cannot write the result: No space left on device\n"

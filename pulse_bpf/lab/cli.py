@@ -11,6 +11,7 @@ from typing import Any
 
 from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
 from pulse_bpf.lab import evaluate, simulate
+from pulse_bpf.output import write
 
 
 def add_commands(verbs: Any) -> None:
@@ -99,7 +100,7 @@ def _up(arguments: argparse.Namespace) -> int:
             "Use `pulse lab run`, which brings a virtual machine for that",
         )
     job.up(arguments.hosts)
-    print(f"{arguments.hosts} hosts are up; record them with: pulse record --hosts {job.HOSTS_FILE} -o DIR")
+    write(f"{arguments.hosts} hosts are up; record them with: pulse record --hosts {job.HOSTS_FILE} -o DIR")
     return OK
 
 
@@ -122,7 +123,7 @@ def _status(_arguments: argparse.Namespace) -> int:
 
     lab = job.load()
     for host, (pid, step) in enumerate(zip(lab.pids, job.steps(lab), strict=True), start=1):
-        print(f"{job.node_name(host)}  pid {pid}  {step} steps")
+        write(f"{job.node_name(host)}  pid {pid}  {step} steps")
     return OK
 
 
@@ -166,5 +167,5 @@ def _replay(arguments: argparse.Namespace) -> int:
         replayed = replay.to_pcap(arguments.recording, arguments.pcap, speed=speed, seconds=seconds)
     else:
         replayed = replay.to_device(arguments.recording, arguments.dev, speed=speed, seconds=seconds)
-    print("\n".join(replay.told(replayed)))
+    write("\n".join(replay.told(replayed)))
     return PARTIAL if replayed.left_out or replayed.dropped_packets else OK

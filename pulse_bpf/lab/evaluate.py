@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
+from pulse_bpf.output import write
 
 if TYPE_CHECKING:
     from pulse_bpf.lab.episodes import Episode, Outcome
@@ -84,11 +84,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     made = tables(outcomes, methods)
     command = shlex.join(["pulse", "lab", "evaluate", *_again(arguments)])
     if arguments.json:
-        print(json.dumps(_report(outcomes, methods, command), indent=1))
+        write(json.dumps(_report(outcomes, methods, command), indent=1))
     else:
-        console = Console(width=None if sys.stdout.isatty() else 160)
         for table in made:
-            console.print(table.rich(), "")
+            write(table.rich(), "")
     if arguments.markdown:
         _write(arguments.markdown, _document(made, command))
     return PARTIAL if len(outcomes) < len(episodes) or any(each.error for each in outcomes) else OK

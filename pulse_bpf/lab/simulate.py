@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 from pulse_bpf.errors import OK, UsageError
+from pulse_bpf.output import write
 
 _WIDEST_BIN_US = 1_000_000
 
@@ -87,14 +87,13 @@ def _simulate(arguments: argparse.Namespace) -> int:
         qps_per_connection=arguments.qps,
         pxn=not arguments.no_pxn,
     )
-    print(
+    write(
         f"{arguments.output}: {arguments.scenario}, seed {seed}; look at it with: pulse analyze {arguments.output}"
     )
     return OK
 
 
 def _scenarios(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from pulse_bpf.lab.sim.options import CONDITIONS
@@ -102,7 +101,7 @@ def _scenarios(arguments: argparse.Namespace) -> int:
     from pulse_bpf.lab.sim.workloads import WORKLOADS
 
     if arguments.json:
-        print(
+        write(
             json.dumps(
                 {
                     "scenarios": [
@@ -126,9 +125,6 @@ def _scenarios(arguments: argparse.Namespace) -> int:
         onsets = "any" if each.onsets == ALWAYS else ", ".join(each.onsets)
         jobs = "any" if each.workloads == ANY else ", ".join(each.workloads)
         table.add_row(each.name, each.row, each.title, severity, onsets, jobs)
-    # A pipe has no width of its own.
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(table, f"\nany onset: {', '.join(ALWAYS)}", f"\nany workload: {', '.join(ANY)}")
-    for what, names in (("workloads", WORKLOADS), ("conditions", CONDITIONS)):
-        console.print(f"\n{what}: {', '.join(names)}")
+    lists = {"any onset": ALWAYS, "any workload": ANY, "workloads": WORKLOADS, "conditions": CONDITIONS}
+    write(table, *(f"\n{what}: {', '.join(names)}" for what, names in lists.items()))
     return OK
