@@ -6,7 +6,7 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.lab.boundaries import Boundaries, compare
+from pulse_bpf.lab.boundaries import Boundaries, compare, distances
 from pulse_bpf.schema import OPERATORS
 
 BIN_NS = 1000
@@ -43,7 +43,18 @@ def test_the_channels_of_an_operator_are_one() -> None:
 
 def test_what_never_ended_and_what_moved_nothing_is_no_operator() -> None:
     true = [_row(0, 0, 10, channel=0), _row(0, 0, None, channel=1), _row(1, 0, 10, bytes=0)]
-    assert _compare([_row(0, 0, 10), _row(1, 0, 10)], true) == Boundaries(0, 0, 0, 0, 0, 0)
+    assert _compare([_row(0, 0, 10)], true) == Boundaries(0, 0, 0, 0, 0, 0)
+    assert _compare([_row(0, 0, 10), _row(1, 0, 10)], true) == Boundaries(0, 0, 0, 0, 0, 0, invented=1)
+
+
+def test_an_operator_that_is_no_true_one_is_invented_once() -> None:
+    derived = [_row(0, 0, 5000), _row(1, 6000, 7000), _row(1, 8000, 9000), _row(2, 6000, None)]
+    assert _compare(derived, [_row(0, 0, 5000)]) == Boundaries(1, 1, 1, 1, 1, 1, invented=1)
+
+
+def test_offsets_tell_early_from_late() -> None:
+    operators = [pl.DataFrame([row], schema=OPERATORS) for row in (_row(0, 900, 5200), _row(0, 1000, 5000))]
+    assert distances(*operators).select("start_off_ns", "end_off_ns").row(0) == (-100, 200)
 
 
 def test_peers_and_directions_are_apart_and_sums_over_peers_left_out() -> None:

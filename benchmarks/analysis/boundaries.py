@@ -18,7 +18,7 @@ from pathlib import Path
 import polars as pl
 
 from pulse_bpf import analysis
-from pulse_bpf.lab.boundaries import KEY
+from pulse_bpf.lab.boundaries import KEY, compare, distances
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.lab.sim.workloads import WORKLOADS
 
@@ -75,40 +75,26 @@ def main() -> None:
 def line(operators: pl.DataFrame, directory: Path) -> str:
     """One recording's figures; an operator in one direction between two ranks counts once, as in boundaries.compare."""
     truth = pl.read_parquet(directory / "truth_operators.parquet").filter(pl.col("bytes") > 0)
-    complete = pl.col("end_ns").null_count() == 0
-    real = truth.group_by(KEY).agg(
-        pl.col("start_ns").min().alias("true_start_ns"),
-        pl.when(complete).then(pl.col("end_ns").max()).alias("true_end_ns"),
-        pl.col("bytes").sum().alias("true_bytes"),
-    )
-    derived = (
-        operators.filter(pl.col("level") == "flow")
-        .drop_nulls(["start_ns", "end_ns"])
-        .group_by(KEY)
-        .agg(
-            pl.col("start_ns").min(),
-            pl.col("end_ns").max(),
-            pl.col("bin_ns").max(),
-            (pl.col("bytes") - pl.col("retx_bytes")).sum().alias("net"),
+    derived = operators.filter(pl.col("level") == "flow")
+    count, both = compare(derived, truth), distances(derived, truth)
+    true_bytes = truth.group_by(KEY).agg(pl.col("bytes").sum().alias("true_bytes"))
+    net = derived.group_by(KEY).agg(net=(pl.col("bytes") - pl.col("retx_bytes")).sum())
+    values = (
+        both.join(true_bytes, on=KEY)
+        .join(net, on=KEY)
+        .select(
+            (pl.col("start_off_ns").abs() / pl.col("bin_ns")).median(),
+            (pl.col("end_off_ns").abs() / pl.col("bin_ns")).median().alias("end"),
+            volume=((pl.col("net") / pl.col("true_bytes") - 1).abs() <= VOLUME_TOLERANCE).mean(),
         )
+        .row(0)
     )
-    expected = real.drop_nulls(["op_seq", "true_start_ns", "true_end_ns"])
-    invented = derived.join(real, on=KEY, how="anti", nulls_equal=True).height
-    both = expected.join(derived, on=KEY).select(
-        start=(pl.col("start_ns") - pl.col("true_start_ns")).abs() / pl.col("bin_ns"),
-        end=(pl.col("end_ns") - pl.col("true_end_ns")).abs() / pl.col("bin_ns"),
-        volume=(pl.col("net") / pl.col("true_bytes") - 1).abs(),
-    )
-    values = both.select(
-        pl.col("start").median(),
-        (pl.col("start") <= 3).mean().alias("starts"),
-        pl.col("end").median(),
-        (pl.col("end") <= 3).mean().alias("ends"),
-        (pl.col("volume") <= VOLUME_TOLERANCE).mean(),
-    ).row(0)
-    start, starts, end, ends, volume = (float("nan") if value is None else value for value in values)
+    start, end, volume = (float("nan") if value is None else value for value in values)
+    found = max(1, count.found)
+    starts, ends = count.starts_within_3 / found, count.ends_within_3 / found
+    invented = count.invented / max(1, count.found + count.invented)
     return (
-        f"{expected.height:7} {both.height / max(1, expected.height):7.2%} {invented / max(1, derived.height):7.2%}"
+        f"{count.true:7} {count.found / max(1, count.true):7.2%} {invented:7.2%}"
         f" {start:6.1f} {starts:7.2%} {end:6.1f} {ends:7.2%} {volume:7.2%}"
     )
 

@@ -15,6 +15,7 @@ class Boundaries:
     """Counts of operators: `true` ones, those of them `found` with start and end, and how far off these are.
 
     An operator of a communicator counts once per direction and peer. Distances are in bins of the recording.
+    `invented` are derived ones with start and end that are no true ones.
     """
 
     true: int
@@ -23,6 +24,7 @@ class Boundaries:
     starts_within_3: int
     ends_within_1: int
     ends_within_3: int
+    invented: int = 0
 
 
 def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:
@@ -31,25 +33,52 @@ def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:
     Only operators that ended and whose call was recorded are true ones. Both number the calls seen of each process
     on a communicator (op_seq) alike, with all point-to-point calls of a group as one.
     """
-    real = (
+    both = distances(operators, truth)
+    within = both.select(
+        ((pl.col(f"{side}_off_ns").abs() / pl.col("bin_ns")) <= bins).sum().alias(f"{side}s_within_{bins}")
+        for side in ("start", "end")
+        for bins in (1, 3)
+    ).row(0, named=True)
+    real = _true(truth)
+    invented = _derived(operators).drop_nulls(KEY).join(real, on=KEY, how="anti").height
+    return Boundaries(true=_complete(real).height, found=both.height, invented=invented, **within)
+
+
+def distances(operators: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:
+    """Each true operator that was found, arguments as of `compare`: KEY, start_off_ns, end_off_ns, bin_ns.
+
+    An offset is positive where the derived moment is late.
+    """
+    return (
+        _complete(_true(truth))
+        .join(_derived(operators), on=KEY)
+        .select(
+            *KEY,
+            start_off_ns=pl.col("start_ns") - pl.col("true_start_ns"),
+            end_off_ns=pl.col("end_ns") - pl.col("true_end_ns"),
+            bin_ns="bin_ns",
+        )
+    )
+
+
+def _true(truth: pl.DataFrame) -> pl.DataFrame:
+    return (
         truth.filter(pl.col("bytes") > 0)
         .group_by(KEY)
         .agg(
             pl.col("start_ns").min().alias("true_start_ns"),
             pl.when(pl.col("end_ns").null_count() == 0).then(pl.col("end_ns").max()).alias("true_end_ns"),
         )
-        .drop_nulls(["op_seq", "true_start_ns", "true_end_ns"])
     )
-    derived = (
+
+
+def _complete(real: pl.DataFrame) -> pl.DataFrame:
+    return real.drop_nulls(["op_seq", "true_start_ns", "true_end_ns"])
+
+
+def _derived(operators: pl.DataFrame) -> pl.DataFrame:
+    return (
         operators.drop_nulls(["start_ns", "end_ns"])
         .group_by(KEY)
         .agg(pl.col("start_ns").min(), pl.col("end_ns").max(), pl.col("bin_ns").max())
     )
-    both = real.join(derived, on=KEY).select(
-        start=(pl.col("start_ns") - pl.col("true_start_ns")).abs() / pl.col("bin_ns"),
-        end=(pl.col("end_ns") - pl.col("true_end_ns")).abs() / pl.col("bin_ns"),
-    )
-    within = both.select(
-        *((pl.col(side) <= bins).sum().alias(f"{side}{bins}") for side in ("start", "end") for bins in (1, 3))
-    ).row(0)
-    return Boundaries(real.height, both.height, *within)
