@@ -23,7 +23,7 @@ import numpy as np
 import polars as pl
 from rich.console import Console
 from rich.table import Table
-from segmentation_doc import markdown, write_plot, write_section
+from segmentation_doc import markdown, paragraph, write_plot, write_section
 from simulated_recordings import (
     Change,
     Simulated,
@@ -165,7 +165,10 @@ HEADER = (
 
 def cells(row: dict[str, Any]) -> list[str]:
     errors = (row[f"{side}_p{percent}_us"] for side in SIDES for percent in (50, 99))
-    return [*(f"{row[name]:.1%}" for name in (*SHARES, "invented")), *(f"{error:.4g}" for error in errors)]
+    return [
+        *(f"{row[name]:.1%}" for name in (*SHARES, "invented")),
+        *(f"{error:.3g}" if error < 1000 else f"{error:.0f}" for error in errors),
+    ]
 
 
 def table(name: str, rows: list[dict[str, Any]]) -> Table:
@@ -184,15 +187,15 @@ def section(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
         {chosen.seed}. Shares are of the true operators whose call was recorded and that ended, all workloads together;
         invented is of the derived ones. Errors in µs are of those found, of which one may be off by whole operators.
     """
-    parts = [" ".join(about.split()) + "\n"]
+    parts = [paragraph(about)]
     for name in chosen.sweep:
         sweep = SWEEPS[name]
         pooled = [row for row in rows if row["sweep"] == name and row["workload"] == ALL]
         parts += [
             f"### By {sweep.title}\n",
-            " ".join(MEANINGS[name].split()) + "\n",
+            paragraph(MEANINGS[name]),
             plot(name, rows) + "\n",
-            markdown([sweep.unit, *HEADER], [[f"{row['amount']:g}", *cells(row)] for row in pooled]) + "\n",
+            markdown([sweep.unit, *HEADER], [[f"{row['amount']:g}", *cells(row)] for row in pooled]),
         ]
     return "\n".join(parts)
 
@@ -223,6 +226,7 @@ def plot(name: str, rows: list[dict[str, Any]]) -> str:
         errors.plot(sweep.amounts, sweep.amounts, ":", color="gray", label="one bin")
     errors.set_ylabel("error µs")
     errors.set_yscale("log")
+    errors.set_ylim(1, 1e6)
     for workload in dict.fromkeys(row["workload"] for row in rows):
         values = [row["right"] for row in rows if row["sweep"] == name and row["workload"] == workload]
         bold = {"color": "black", "linewidth": 2} if workload == ALL else {"linewidth": 1}
@@ -230,11 +234,11 @@ def plot(name: str, rows: list[dict[str, Any]]) -> str:
     shares.set_ylabel("both ends within 3 bins, %")
     shares.set_ylim(0, 105)
     for axis in (errors, shares):
-        if sweep.unit == "µs":
-            axis.set_xscale(
-                "log" if sweep.amounts[0] else "symlog",
-                **({} if sweep.amounts[0] else {"linthresh": sweep.amounts[1]}),
-            )
+        if sweep.unit == "µs" and sweep.amounts[0]:
+            axis.set_xscale("log")
+        elif sweep.unit == "µs":
+            axis.set_xscale("symlog", linthresh=sweep.amounts[1])
+            axis.set_xlim(0)
         axis.set_xlabel(f"{sweep.title}, {sweep.unit}")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -45,7 +47,12 @@ def write_plot(figure: Figure, name: str) -> str:
     return f"![{name}]({PLOTS.name}/{name}.svg)"
 
 
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table, numbers to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def paragraph(text: str) -> str:
+    """`text` without its indentation, in lines as long as those of other documents."""
+    return textwrap.fill(" ".join(text.split()), 120, break_on_hyphens=False) + "\n"
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; columns of numbers are to the right."""
+    sides = ["---:" if cell[0].isdigit() else "---" for cell in rows[0]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (header, sides, *rows)) + "\n"

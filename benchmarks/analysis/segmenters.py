@@ -26,7 +26,7 @@ import numpy as np
 import polars as pl
 from rich.console import Console
 from rich.table import Table
-from segmentation_doc import markdown, write_plot, write_section
+from segmentation_doc import markdown, paragraph, write_plot, write_section
 from segmentation_rules import Longs, by_change_points, by_gaps, by_volume_and_gap
 from simulated_recordings import read, simulated, with_losses, write
 
@@ -342,7 +342,7 @@ def section(chosen: argparse.Namespace, shown: list[dict[str, Any]]) -> str:
         "scans" is their ratio to summing the same files' bytes by flow (polars, in the same run, small files: rough).
         With ":0.01", 1 % of the samples were lost as above.
     """
-    parts = [" ".join(about.split()) + "\n", " ".join(counts.split()) + "\n", plot(shown) + "\n"]
+    parts = [paragraph(about), paragraph(counts), plot(shown) + "\n"]
     parts.append(markdown(["trace", *HEADER], [[row["trace"], *cells(row)] for row in shown]))
     return "\n".join(parts)
 
