@@ -327,8 +327,8 @@ static void tear_down(struct engine *e) {
         free(all[n]);
 }
 
-/* Runs it all; out->call_times and task_times are the caller's, NaN-filled; the other arrays are freed with
- * sim_free. Changes links' loss in `in`. */
+/* Runs it all; out->call_times and task_times are the caller's, NaN-filled; the other arrays' memory
+ * is the caller's to free with sim_free. Changes links' loss in `in`. */
 void sim_run(struct inputs *in, struct outputs *out) {
     struct engine engine = {.in = in, .out = out}, *e = &engine;
     e->random[0] = in->seed * 0x9e3779b97f4a7c15u + 1;
@@ -359,9 +359,6 @@ void sim_run(struct inputs *in, struct outputs *out) {
     tear_down(e);
 }
 
-void sim_free(struct outputs *out) {
-    free(out->samples.data);
-    free(out->events.data);
-    free(out->counters.data);
-    free(out->moved.data);
+void sim_free(void *data) {
+    free(data);
 }
