@@ -22,47 +22,104 @@ static unsigned __int128 rank(const struct due *due) {
     return (unsigned __int128)bits << 64 | due->order;
 }
 
-void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version) {
-    struct due due = {t_ns, e->order++, what, id, version};
-    unsigned __int128 key = rank(&due);
-    int64_t place;
-    if (t_ns >= e->in->end_ns)
-        return;
-    if (e->heap_count == e->heap_capacity) {
-        e->heap_capacity = e->heap_capacity ? 2 * e->heap_capacity : 4096;
-        e->heap = realloc(e->heap, (size_t)e->heap_capacity * sizeof(*e->heap));
-        if (!e->heap)
-            abort();
-    }
-    for (place = e->heap_count++; place > 0 && key < rank(&e->heap[(place - 1) / 4]); place = (place - 1) / 4)
-        e->heap[place] = e->heap[(place - 1) / 4];
-    e->heap[place] = due;
+static void put(struct heap *heap, int64_t place, const struct due *due) {
+    heap->dues[place] = *due;
+    if (heap->places)
+        heap->places[due->version] = (int32_t)place;
 }
 
-static struct due next_due(struct engine *e) {
-    struct due first = e->heap[0], last = e->heap[--e->heap_count];
-    unsigned __int128 key = rank(&last);
-    int64_t place = 0;
+/* Puts `due` at `place`, which is free, or above. */
+static void rise(struct heap *heap, int64_t place, const struct due *due) {
+    unsigned __int128 key = rank(due);
+    for (; place > 0 && key < rank(&heap->dues[(place - 1) / 4]); place = (place - 1) / 4)
+        put(heap, place, &heap->dues[(place - 1) / 4]);
+    put(heap, place, due);
+}
+
+/* Puts `due` at `place`, which is free, or below. */
+static void sink(struct heap *heap, int64_t place, const struct due *due) {
+    unsigned __int128 key = rank(due);
     for (;;) {
         int64_t child = 4 * place + 1, end = child + 4, least = child;
         unsigned __int128 smallest;
-        if (child >= e->heap_count)
+        if (child >= heap->count)
             break;
-        if (end > e->heap_count)
-            end = e->heap_count;
-        smallest = rank(&e->heap[child]);
+        if (end > heap->count)
+            end = heap->count;
+        smallest = rank(&heap->dues[child]);
         for (child++; child < end; child++) {
-            unsigned __int128 other = rank(&e->heap[child]);
+            unsigned __int128 other = rank(&heap->dues[child]);
             least = other < smallest ? child : least;
             smallest = other < smallest ? other : smallest;
         }
         if (key <= smallest)
             break;
-        e->heap[place] = e->heap[least];
+        put(heap, place, &heap->dues[least]);
         place = least;
     }
-    e->heap[place] = last;
-    return first;
+    put(heap, place, due);
+}
+
+void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version) {
+    struct heap *heap = &e->dues;
+    struct due due = {t_ns, e->order++, what, id, version};
+    if (t_ns >= e->in->end_ns)
+        return;
+    if (heap->count == heap->capacity) {
+        heap->capacity = heap->capacity ? 2 * heap->capacity : 4096;
+        heap->dues = realloc(heap->dues, (size_t)heap->capacity * sizeof(*heap->dues));
+        if (!heap->dues)
+            abort();
+    }
+    rise(heap, heap->count++, &due);
+}
+
+/* Of what is foreseen of a flow or a link, by DUE_FLOW or DUE_QUEUE. */
+static uint32_t foreseen_of(const struct engine *e, int32_t what, int32_t id) {
+    return (uint32_t)(what == DUE_FLOW ? id : e->in->flows_count + id);
+}
+
+void foresee(struct engine *e, double t_ns, int32_t what, int32_t id) {
+    struct heap *heap = &e->foreseen;
+    struct due due = {t_ns, e->order++, what, id, foreseen_of(e, what, id)};
+    int64_t place = heap->places[due.version];
+    if (t_ns >= e->in->end_ns)
+        forget(e, what, id);
+    else if (place == NONE)
+        rise(heap, heap->count++, &due);
+    else if (rank(&due) < rank(&heap->dues[place]))
+        rise(heap, place, &due);
+    else
+        sink(heap, place, &due);
+}
+
+static void take_out(struct heap *heap, int64_t place) {
+    struct due last = heap->dues[--heap->count];
+    if (place == heap->count)
+        return;
+    if (rank(&last) < rank(&heap->dues[place]))
+        rise(heap, place, &last);
+    else
+        sink(heap, place, &last);
+}
+
+void forget(struct engine *e, int32_t what, int32_t id) {
+    int32_t *place = &e->foreseen.places[foreseen_of(e, what, id)];
+    int64_t free = *place;
+    if (free == NONE)
+        return;
+    *place = NONE;
+    take_out(&e->foreseen, free);
+}
+
+static struct due next_due(struct engine *e) {
+    int first = e->foreseen.count && (!e->dues.count || rank(&e->foreseen.dues[0]) < rank(&e->dues.dues[0]));
+    struct heap *heap = first ? &e->foreseen : &e->dues;
+    struct due due = heap->dues[0];
+    if (heap->places)
+        heap->places[due.version] = NONE;
+    take_out(heap, 0);
+    return due;
 }
 
 /* xoroshiro128+ (Blackman, Vigna 2018): the next number from 0 to 1. */
@@ -187,15 +244,13 @@ static void handle(struct engine *e, const struct due *due) {
         try_post(e, due->id);
         break;
     case DUE_FLOW:
-        if (e->flows[due->id].version == due->version)
-            flow_due(e, due->id);
+        flow_due(e, due->id);
         break;
     case DUE_SHARE:
         share(e);
         break;
     case DUE_QUEUE:
-        if (e->links[due->id].version == due->version)
-            dirty_link(e, due->id);
+        dirty_link(e, due->id);
         break;
     case DUE_TICK:
         tick(e, due->id);
@@ -239,6 +294,10 @@ static void set_up_network(struct engine *e) {
     e->dirty = zeroed(in->links_count, sizeof(*e->dirty));
     e->scratch_links = zeroed(in->links_count, sizeof(*e->scratch_links));
     e->scratch_flows = zeroed(in->flows_count, sizeof(*e->scratch_flows));
+    e->foreseen.dues = zeroed(in->flows_count + in->links_count, sizeof(*e->foreseen.dues));
+    e->foreseen.places = zeroed(in->flows_count + in->links_count, sizeof(*e->foreseen.places));
+    for (int64_t n = 0; n < in->flows_count + in->links_count; n++)
+        e->foreseen.places[n] = NONE;
     for (int64_t n = 0; n < in->links_count; n++) {
         e->links[n].bytes_per_ns = in->links[n].gbps / 8;
         e->links[n].factor = 1;
@@ -319,10 +378,11 @@ static void tear_down(struct engine *e) {
         free(e->meetings[n].calls);
     free(e->call_open);
     free(e->call_task);
-    void *all[] = {e->links,         e->flows,         e->connections, e->nics,
-                   e->dirty,         e->scratch_links, e->tasks,       e->gpus,
-                   e->scratch_flows, e->pauses,        e->kernels,     e->free_kernels,
-                   e->met_first,     e->heap,          e->met,         (void *)e->meetings};
+    void *all[] = {e->links,         e->flows,          e->connections, e->nics,
+                   e->dirty,         e->scratch_links,  e->tasks,       e->gpus,
+                   e->scratch_flows, e->pauses,         e->kernels,     e->free_kernels,
+                   e->met_first,     e->dues.dues,      e->met,         (void *)e->meetings,
+                   e->foreseen.dues, e->foreseen.places};
     for (size_t n = 0; n < sizeof(all) / sizeof(*all); n++)
         free(all[n]);
 }
@@ -345,7 +405,7 @@ void sim_run(struct inputs *in, struct outputs *out) {
     }
     at(e, 0, DUE_MILLISECOND, 0, 0);
     at(e, in->record_ns, DUE_COUNTERS, 0, 0);
-    while (e->heap_count) {
+    while (e->dues.count || e->foreseen.count) {
         struct due due = next_due(e);
         e->now = due.t_ns;
         out->steps++;

@@ -143,7 +143,7 @@ struct link {
     int32_t *flows;                         /* those that have bytes on their way over it */
     int32_t flow_count, flow_capacity;
     uint8_t down, full, dirty;
-    uint32_t version, stamp;
+    uint32_t stamp;
     double left, share_cap,
         held; /* while sharing is solved; held: what a full queue lets a flow of it have */
     int32_t open;
@@ -168,7 +168,7 @@ struct flow {
     int32_t place[MAX_HOPS]; /* in each link's list */
     int32_t hops;
     uint8_t active, injecting, stalled, dead, doomed, ticking, stage, scheduled;
-    uint32_t version, stamp;
+    uint32_t stamp;
     double since_ns, tx, rx; /* bytes per ns from since_ns on */
     double backlog, waste;   /* in the network's queues; waste: of it, what the receiver will not take */
     double posted, injected, delivered, limit, lost_end, repeat_until;
@@ -210,7 +210,7 @@ struct kernel {
     /* loops over `part` bytes in steps and slices */
     double part, done;
     int32_t step, steps, slice, slices, ring_ranks, ring_index;
-    double chunk, chunk_max;
+    double chunk, chunk_max, bytes; /* bytes: of the slice that is being copied */
     struct kernel *next; /* of those that wait for the same connection */
 };
 
@@ -247,7 +247,13 @@ struct due {
     double t_ns;
     uint64_t order;
     int32_t what, id;
-    uint32_t version;
+    uint32_t version; /* of what is foreseen: where its place is noted */
+};
+
+struct heap {
+    struct due *dues;
+    int64_t count, capacity;
+    int32_t *places; /* of what is foreseen, NONE: nothing is */
 };
 
 enum {
@@ -277,8 +283,8 @@ struct engine {
     struct outputs *out;
     double now;
     uint64_t random[2], order;
-    struct due *heap;
-    int64_t heap_count, heap_capacity;
+    /* What is foreseen can change: at most one of each flow, and of each link. */
+    struct heap dues, foreseen;
     struct link *links;
     struct flow *flows;
     struct connection *connections;
@@ -302,6 +308,8 @@ struct engine {
 /* engine.c */
 void *grown(struct array *array, int64_t size);
 void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
+void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
+void forget(struct engine *e, int32_t what, int32_t id);
 double uniform(struct engine *e);
 double resumes(const struct engine *e, int executor, int32_t gpu, double t_ns);
 double finishes(const struct engine *e, int executor, int32_t gpu, double t_ns, double work_ns);

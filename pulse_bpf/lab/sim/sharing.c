@@ -83,7 +83,7 @@ void dirty_path(struct engine *e, int32_t flow) {
         leave(e, flow);
         f->tx = f->rx = 0;
         f->bottleneck = NONE;
-        f->version++;
+        forget(e, DUE_FLOW, flow);
     }
     f->active = (uint8_t)active;
     f->scheduled = 0;
@@ -335,11 +335,10 @@ static void apply(struct engine *e, const struct part *part) {
     for (int32_t n = 0; n < part->link_count; n++) {
         struct link *l = &e->links[part->links[n]];
         double until_full = (FULL_BYTES - l->queue) / l->growth;
-        l->version++;
         if (l->growth <= 0 || l->full)
-            continue;
-        /* Never at this very moment again. */
-        at(e, e->now + (until_full < 1 ? 1 : until_full), DUE_QUEUE, part->links[n], l->version);
+            forget(e, DUE_QUEUE, part->links[n]);
+        else /* Never at this very moment again. */
+            foresee(e, e->now + (until_full < 1 ? 1 : until_full), DUE_QUEUE, part->links[n]);
     }
 }
 
