@@ -278,7 +278,7 @@ static void handle(struct engine *e, const struct due *due) {
     }
 }
 
-static void *zeroed(int64_t count, size_t size) {
+void *zeroed(int64_t count, size_t size) {
     void *memory = calloc((size_t)(count ? count : 1), size);
     if (!memory)
         abort();
@@ -291,9 +291,6 @@ static void set_up_network(struct engine *e) {
     e->flows = zeroed(in->flows_count, sizeof(*e->flows));
     e->connections = zeroed(in->connections_count, sizeof(*e->connections));
     e->nics = zeroed(in->gpu_count + in->tenant_nics, sizeof(*e->nics));
-    e->dirty = zeroed(in->links_count, sizeof(*e->dirty));
-    e->scratch_links = zeroed(in->links_count, sizeof(*e->scratch_links));
-    e->scratch_flows = zeroed(in->flows_count, sizeof(*e->scratch_flows));
     e->foreseen.dues = zeroed(in->flows_count + in->links_count, sizeof(*e->foreseen.dues));
     e->foreseen.places = zeroed(in->flows_count + in->links_count, sizeof(*e->foreseen.places));
     for (int64_t n = 0; n < in->flows_count + in->links_count; n++)
@@ -305,13 +302,13 @@ static void set_up_network(struct engine *e) {
     for (int64_t n = 0; n < in->flows_count; n++) {
         struct flow *flow = &e->flows[n];
         flow->in = &in->flows[n];
-        while (flow->hops < MAX_HOPS && flow->in->path[flow->hops] != NONE)
-            flow->hops++;
         flow->limit = flow->until_loss = flow->rate = flow->target = NEVER;
         flow->background = flow->bottleneck = NONE;
         flow->meters[0].bin = flow->meters[1].bin = INT64_MIN;
-        set_loss(e, (int32_t)n);
     }
+    set_up_sharing(e);
+    for (int32_t n = 0; n < in->flows_count; n++)
+        set_loss(e, n);
     for (int64_t n = 0; n < in->connections_count; n++) {
         e->connections[n].in = &in->connections[n];
         e->connections[n].sender_call = e->connections[n].moved = NONE;
@@ -378,11 +375,11 @@ static void tear_down(struct engine *e) {
         free(e->meetings[n].calls);
     free(e->call_open);
     free(e->call_task);
-    void *all[] = {e->links,         e->flows,          e->connections, e->nics,
-                   e->dirty,         e->scratch_links,  e->tasks,       e->gpus,
-                   e->scratch_flows, e->pauses,         e->kernels,     e->free_kernels,
-                   e->met_first,     e->dues.dues,      e->met,         (void *)e->meetings,
-                   e->foreseen.dues, e->foreseen.places};
+    tear_down_sharing(e);
+    void *all[] = {
+        e->links,     e->flows,         e->connections,    e->nics,      e->tasks, e->gpus,
+        e->pauses,    e->kernels,       e->free_kernels,   e->met_first, e->met,   (void *)e->meetings,
+        e->dues.dues, e->foreseen.dues, e->foreseen.places};
     for (size_t n = 0; n < sizeof(all) / sizeof(*all); n++)
         free(all[n]);
 }

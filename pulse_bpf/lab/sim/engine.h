@@ -3,6 +3,7 @@
 #ifndef PULSE_SIM_ENGINE_H
 #define PULSE_SIM_ENGINE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define PACKED __attribute__((packed))
@@ -139,15 +140,12 @@ struct outputs {
 
 struct link {
     double bytes_per_ns, factor;
-    double paused, paused_since_ns, wanted; /* paused: part of the time that flow control stops it */
-    int32_t *flows;                         /* those that have bytes on their way over it */
+    double paused, paused_since_ns; /* paused: part of the time that flow control stops it */
+    int32_t *flows;                 /* those that have bytes on their way over it */
     int32_t flow_count, flow_capacity;
-    uint8_t down, full, dirty;
-    uint32_t stamp;
-    double left, share_cap,
-        held; /* while sharing is solved; held: what a full queue lets a flow of it have */
-    int32_t open;
-    double queue, growth;
+    uint8_t down, dirty;
+    uint32_t stamp; /* of the sharing that it was part of, at `place` */
+    int32_t place;
 };
 
 struct message {
@@ -164,18 +162,17 @@ struct meter {
 };
 
 struct flow {
+    /* First what sharing looks at. */
+    double since_ns, tx, rx, backlog; /* bytes per ns from since_ns on; backlog: in the network's queues */
+    double rate;                      /* DCQCN's */
+    int32_t bottleneck;
+    uint8_t hops, sender_hops, active, injecting, stalled, dead, doomed, ticking, scheduled;
+    int32_t path[MAX_HOPS], place[MAX_HOPS]; /* the sender's links first; in each link's list */
     const struct flow_in *in;
-    int32_t place[MAX_HOPS]; /* in each link's list */
-    int32_t hops;
-    uint8_t active, injecting, stalled, dead, doomed, ticking, stage, scheduled;
-    uint32_t stamp;
-    double since_ns, tx, rx; /* bytes per ns from since_ns on */
-    double backlog, waste;   /* in the network's queues; waste: of it, what the receiver will not take */
+    double waste; /* of the backlog, what the receiver will not take */
     double posted, injected, delivered, limit, lost_end, repeat_until;
     double loss, until_loss;
-    double rate, target, alpha; /* DCQCN */
-    double new_tx, new_rx, cap;
-    int32_t bottleneck;
+    double target, alpha;
     int32_t retries, recoveries;
     double retry_ns;
     int32_t background; /* row, or NONE */
@@ -278,6 +275,8 @@ enum {
     DUE_COUNTERS,
 };
 
+struct part;
+
 struct engine {
     const struct inputs *in;
     struct outputs *out;
@@ -301,11 +300,12 @@ struct engine {
     int32_t *met; /* per communicator and rank: how many of its calls of kind LOCAL began */
     int32_t *met_first;
     int32_t *dirty, dirty_count, share_due;
-    int32_t *scratch_links, *scratch_flows;
-    uint32_t stamp;
+    struct part *part; /* room for what sharing goes through */
+    uint32_t stamp, *flow_stamps;
 };
 
 /* engine.c */
+void *zeroed(int64_t count, size_t size);
 void *grown(struct array *array, int64_t size);
 void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
 void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
@@ -337,6 +337,8 @@ void break_flow(struct engine *e, int32_t flow);
 void background_due(struct engine *e, int32_t row);
 
 /* sharing.c */
+void set_up_sharing(struct engine *e);
+void tear_down_sharing(struct engine *e);
 void dirty_path(struct engine *e, int32_t flow);
 void dirty_link(struct engine *e, int32_t link);
 void share(struct engine *e);

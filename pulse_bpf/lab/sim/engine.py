@@ -30,8 +30,8 @@ from pulse_bpf.lab.sim.model import (
 
 _HERE = Path(__file__).parent
 _PARTS = (
-    *("engine.c", "meter.c", "flows.c", "sharing.c", "connections.c", "kernels.c", "hosts.c", "rows.c"),
-    "engine.h",
+    *("engine.c", "meter.c", "flows.c", "sharing.c", "filling.c"),
+    *("connections.c", "kernels.c", "hosts.c", "rows.c", "engine.h", "sharing.h"),
 )
 SOURCES = [_HERE / name for name in _PARTS]
 # Without fused multiply-add, so that the same seed gives the same bytes on every machine; symbolic, since glibc
