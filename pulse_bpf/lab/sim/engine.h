@@ -208,7 +208,7 @@ struct kernel {
     double part, done;
     int32_t step, steps, slice, slices, ring_ranks, ring_index;
     double chunk, chunk_max, bytes; /* bytes: of the slice that is being copied */
-    struct kernel *next; /* of those that wait for the same connection */
+    struct kernel *next;            /* of those that wait for the same connection */
 };
 
 struct task {
@@ -307,13 +307,16 @@ struct engine {
 /* engine.c */
 void *zeroed(int64_t count, size_t size);
 void *grown(struct array *array, int64_t size);
-void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
-void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
-void forget(struct engine *e, int32_t what, int32_t id);
 double uniform(struct engine *e);
 double resumes(const struct engine *e, int executor, int32_t gpu, double t_ns);
 double finishes(const struct engine *e, int executor, int32_t gpu, double t_ns, double work_ns);
 void see(struct engine *e, int32_t nic, int32_t flow, int kind, uint64_t value);
+
+/* dues.c */
+void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
+void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
+void forget(struct engine *e, int32_t what, int32_t id);
+struct due next_due(struct engine *e);
 
 /* meter.c */
 void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes,

@@ -30,7 +30,7 @@ from pulse_bpf.lab.sim.model import (
 
 _HERE = Path(__file__).parent
 _PARTS = (
-    *("engine.c", "meter.c", "flows.c", "sharing.c", "filling.c"),
+    *("engine.c", "dues.c", "meter.c", "flows.c", "sharing.c", "filling.c"),
     *("connections.c", "kernels.c", "hosts.c", "rows.c", "engine.h", "sharing.h"),
 )
 SOURCES = [_HERE / name for name in _PARTS]

@@ -30,8 +30,8 @@ struct part {
     int32_t flow_count, link_count;
 };
 
-/* Sets tx, rx and bottleneck of the flows, and wanted, queue, growth and full of the links; whether full queues
- * held somebody back. */
+/* Sets tx, rx and bottleneck of the flows, and wanted, queue, growth and full of the links; whether full
+ * queues held somebody back. */
 int share_out(struct part *part);
 
 #endif
