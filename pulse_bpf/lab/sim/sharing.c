@@ -246,6 +246,8 @@ static void apply(struct engine *e, const struct part *part) {
     for (int32_t n = 0; n < part->link_count; n++) {
         const struct shared_link *l = &part->links[n];
         double until_full = (FULL_BYTES - l->queue) / l->growth;
+        if (l->stage == SENDER)
+            continue;
         if (l->growth <= 0 || l->full)
             forget(e, DUE_QUEUE, l->link);
         else /* Never at this very moment again. */
