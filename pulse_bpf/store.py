@@ -13,6 +13,7 @@ from typing import Any
 
 import polars as pl
 import pyarrow.parquet as pq
+from polars import selectors
 
 from pulse_bpf import __version__
 from pulse_bpf.errors import HostError, UsageError
@@ -41,11 +42,16 @@ class RecordingWriter:
                 _check_unused(root)
 
     def append(self, table: str, frame: pl.DataFrame) -> None:
-        """One more part of a growing table; an empty frame makes no part."""
+        """One more part of a growing table; an empty frame makes no part.
+
+        Text may come as pl.Enum, which spares time and memory; in the file it is text.
+        """
         if frame.is_empty():
             return
         number = self._parts.get(table, 0)
-        self._write(self.root / table / f"{number:06d}.parquet", conform(frame, table))
+        text = frame.select(selectors.enum())
+        conformed = conform(frame.drop(text.columns), table).with_columns(text)
+        self._write(self.root / table / f"{number:06d}.parquet", conformed)
         self._parts[table] = number + 1
 
     def replace(self, table: str, frame: pl.DataFrame) -> None:
@@ -84,7 +90,9 @@ class RecordingWriter:
         table = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
         delta = [name for name in _DELTA if name in frame.columns]
         dictionary = [
-            name for name, dtype in frame.schema.items() if dtype == pl.String or name in ("flow", "qpn")
+            name
+            for name, dtype in frame.schema.items()
+            if dtype in (pl.String, pl.Enum) or name in ("flow", "qpn")
         ]
         self._atomically(
             path,
@@ -94,6 +102,7 @@ class RecordingWriter:
                 row_group_size=ROW_GROUP_ROWS,
                 compression="lz4",
                 use_dictionary=dictionary,
+                store_schema=False,  # by which an enumeration would not be read as text
                 column_encoding=dict.fromkeys(delta, "DELTA_BINARY_PACKED") or None,
             ),
         )

@@ -58,17 +58,26 @@ def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
 
 def flow_records(samples: pl.LazyFrame) -> pl.LazyFrame:
     """QP, start_ns, end_ns, bytes, gbps of what each queue pair sent between silences."""
-    begins = pl.col("t_ns") - pl.col("t_ns").shift(1).over(QP) > pl.col("bin_ns") + SILENCE_NS
+    ends_ns = pl.col("t_ns") + pl.col("bin_ns")
+    # Many rows become few where they follow each other in the recording, so that only those have to be sorted.
+    pieces = _joined(samples.select(*QP, "bytes", start_ns="t_ns", end_ns=ends_ns))
+    in_order = pieces.sort(*QP, "start_ns").with_columns(pl.col("end_ns").cum_max().over(QP))
+    return _joined(in_order).with_columns(gbps=pl.col("bytes") * 8 / (pl.col("end_ns") - pl.col("start_ns")))
+
+
+def _joined(rows: pl.LazyFrame) -> pl.LazyFrame:
+    """Neighbours among `rows` (QP, bytes, start_ns, end_ns) as one, in order of time, up to the next silence."""
+    start_ns = pl.col("start_ns")
+    begins = pl.any_horizontal(
+        *(pl.col(name).ne_missing(pl.col(name).shift(1)) for name in QP),
+        start_ns < start_ns.shift(1),
+        start_ns - pl.col("end_ns").shift(1) > SILENCE_NS,
+    )
     return (
-        samples.sort(*QP, "t_ns")
-        .with_columns(number=begins.fill_null(False).cum_sum().over(QP))
-        .group_by(*QP, "number")
-        .agg(
-            pl.col("t_ns").min().alias("start_ns"),
-            (pl.col("t_ns") + pl.col("bin_ns")).max().alias("end_ns"),
-            pl.col("bytes").sum(),
-        )
-        .with_columns(gbps=pl.col("bytes") * 8 / (pl.col("end_ns") - pl.col("start_ns")))
+        rows.with_columns(number=begins.fill_null(True).cum_sum().set_sorted())
+        .group_by("number")
+        .agg(pl.col(QP).first(), start_ns.min(), pl.col("end_ns").max(), pl.col("bytes").sum())
+        .drop("number")
     )
 
 

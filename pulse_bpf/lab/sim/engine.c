@@ -14,57 +14,6 @@ void *grown(struct array *array, int64_t size) {
     return (char *)array->data + array->count++ * size;
 }
 
-/* Both halves as one number, which is compared without a branch: bits of times from 0 on are in their order.
- */
-static unsigned __int128 rank(const struct due *due) {
-    uint64_t bits;
-    memcpy(&bits, &due->t_ns, sizeof(bits));
-    return (unsigned __int128)bits << 64 | due->order;
-}
-
-void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version) {
-    struct due due = {t_ns, e->order++, what, id, version};
-    unsigned __int128 key = rank(&due);
-    int64_t place;
-    if (t_ns >= e->in->end_ns)
-        return;
-    if (e->heap_count == e->heap_capacity) {
-        e->heap_capacity = e->heap_capacity ? 2 * e->heap_capacity : 4096;
-        e->heap = realloc(e->heap, (size_t)e->heap_capacity * sizeof(*e->heap));
-        if (!e->heap)
-            abort();
-    }
-    for (place = e->heap_count++; place > 0 && key < rank(&e->heap[(place - 1) / 4]); place = (place - 1) / 4)
-        e->heap[place] = e->heap[(place - 1) / 4];
-    e->heap[place] = due;
-}
-
-static struct due next_due(struct engine *e) {
-    struct due first = e->heap[0], last = e->heap[--e->heap_count];
-    unsigned __int128 key = rank(&last);
-    int64_t place = 0;
-    for (;;) {
-        int64_t child = 4 * place + 1, end = child + 4, least = child;
-        unsigned __int128 smallest;
-        if (child >= e->heap_count)
-            break;
-        if (end > e->heap_count)
-            end = e->heap_count;
-        smallest = rank(&e->heap[child]);
-        for (child++; child < end; child++) {
-            unsigned __int128 other = rank(&e->heap[child]);
-            least = other < smallest ? child : least;
-            smallest = other < smallest ? other : smallest;
-        }
-        if (key <= smallest)
-            break;
-        e->heap[place] = e->heap[least];
-        place = least;
-    }
-    e->heap[place] = last;
-    return first;
-}
-
 /* xoroshiro128+ (Blackman, Vigna 2018): the next number from 0 to 1. */
 double uniform(struct engine *e) {
     uint64_t a = e->random[0], b = e->random[1], sum = a + b;
@@ -187,15 +136,13 @@ static void handle(struct engine *e, const struct due *due) {
         try_post(e, due->id);
         break;
     case DUE_FLOW:
-        if (e->flows[due->id].version == due->version)
-            flow_due(e, due->id);
+        flow_due(e, due->id);
         break;
     case DUE_SHARE:
         share(e);
         break;
     case DUE_QUEUE:
-        if (e->links[due->id].version == due->version)
-            dirty_link(e, due->id);
+        dirty_link(e, due->id);
         break;
     case DUE_TICK:
         tick(e, due->id);
@@ -223,7 +170,7 @@ static void handle(struct engine *e, const struct due *due) {
     }
 }
 
-static void *zeroed(int64_t count, size_t size) {
+void *zeroed(int64_t count, size_t size) {
     void *memory = calloc((size_t)(count ? count : 1), size);
     if (!memory)
         abort();
@@ -236,9 +183,10 @@ static void set_up_network(struct engine *e) {
     e->flows = zeroed(in->flows_count, sizeof(*e->flows));
     e->connections = zeroed(in->connections_count, sizeof(*e->connections));
     e->nics = zeroed(in->gpu_count + in->tenant_nics, sizeof(*e->nics));
-    e->dirty = zeroed(in->links_count, sizeof(*e->dirty));
-    e->scratch_links = zeroed(in->links_count, sizeof(*e->scratch_links));
-    e->scratch_flows = zeroed(in->flows_count, sizeof(*e->scratch_flows));
+    e->foreseen.dues = zeroed(in->flows_count + in->links_count, sizeof(*e->foreseen.dues));
+    e->foreseen.places = zeroed(in->flows_count + in->links_count, sizeof(*e->foreseen.places));
+    for (int64_t n = 0; n < in->flows_count + in->links_count; n++)
+        e->foreseen.places[n] = NONE;
     for (int64_t n = 0; n < in->links_count; n++) {
         e->links[n].bytes_per_ns = in->links[n].gbps / 8;
         e->links[n].factor = 1;
@@ -246,13 +194,13 @@ static void set_up_network(struct engine *e) {
     for (int64_t n = 0; n < in->flows_count; n++) {
         struct flow *flow = &e->flows[n];
         flow->in = &in->flows[n];
-        while (flow->hops < MAX_HOPS && flow->in->path[flow->hops] != NONE)
-            flow->hops++;
         flow->limit = flow->until_loss = flow->rate = flow->target = NEVER;
         flow->background = flow->bottleneck = NONE;
         flow->meters[0].bin = flow->meters[1].bin = INT64_MIN;
-        set_loss(e, (int32_t)n);
     }
+    set_up_sharing(e);
+    for (int32_t n = 0; n < in->flows_count; n++)
+        set_loss(e, n);
     for (int64_t n = 0; n < in->connections_count; n++) {
         e->connections[n].in = &in->connections[n];
         e->connections[n].sender_call = e->connections[n].moved = NONE;
@@ -319,16 +267,17 @@ static void tear_down(struct engine *e) {
         free(e->meetings[n].calls);
     free(e->call_open);
     free(e->call_task);
-    void *all[] = {e->links,         e->flows,         e->connections, e->nics,
-                   e->dirty,         e->scratch_links, e->tasks,       e->gpus,
-                   e->scratch_flows, e->pauses,        e->kernels,     e->free_kernels,
-                   e->met_first,     e->heap,          e->met,         (void *)e->meetings};
+    tear_down_sharing(e);
+    void *all[] = {
+        e->links,     e->flows,         e->connections,    e->nics,      e->tasks, e->gpus,
+        e->pauses,    e->kernels,       e->free_kernels,   e->met_first, e->met,   (void *)e->meetings,
+        e->dues.dues, e->foreseen.dues, e->foreseen.places};
     for (size_t n = 0; n < sizeof(all) / sizeof(*all); n++)
         free(all[n]);
 }
 
-/* Runs it all; out->call_times and task_times are the caller's, NaN-filled; the other arrays are freed with
- * sim_free. Changes links' loss in `in`. */
+/* Runs it all; out->call_times and task_times are the caller's, NaN-filled; the other arrays' memory
+ * is the caller's to free with sim_free. Changes links' loss in `in`. */
 void sim_run(struct inputs *in, struct outputs *out) {
     struct engine engine = {.in = in, .out = out}, *e = &engine;
     e->random[0] = in->seed * 0x9e3779b97f4a7c15u + 1;
@@ -345,7 +294,7 @@ void sim_run(struct inputs *in, struct outputs *out) {
     }
     at(e, 0, DUE_MILLISECOND, 0, 0);
     at(e, in->record_ns, DUE_COUNTERS, 0, 0);
-    while (e->heap_count) {
+    while (e->dues.count || e->foreseen.count) {
         struct due due = next_due(e);
         e->now = due.t_ns;
         out->steps++;
@@ -359,9 +308,6 @@ void sim_run(struct inputs *in, struct outputs *out) {
     tear_down(e);
 }
 
-void sim_free(struct outputs *out) {
-    free(out->samples.data);
-    free(out->events.data);
-    free(out->counters.data);
-    free(out->moved.data);
+void sim_free(void *data) {
+    free(data);
 }

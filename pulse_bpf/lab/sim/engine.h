@@ -3,6 +3,7 @@
 #ifndef PULSE_SIM_ENGINE_H
 #define PULSE_SIM_ENGINE_H
 
+#include <stddef.h>
 #include <stdint.h>
 
 #define PACKED __attribute__((packed))
@@ -139,15 +140,12 @@ struct outputs {
 
 struct link {
     double bytes_per_ns, factor;
-    double paused, paused_since_ns, wanted; /* paused: part of the time that flow control stops it */
-    int32_t *flows;                         /* those that have bytes on their way over it */
+    double paused, paused_since_ns; /* paused: part of the time that flow control stops it */
+    int32_t *flows;                 /* those that have bytes on their way over it */
     int32_t flow_count, flow_capacity;
-    uint8_t down, full, dirty;
-    uint32_t version, stamp;
-    double left, share_cap,
-        held; /* while sharing is solved; held: what a full queue lets a flow of it have */
-    int32_t open;
-    double queue, growth;
+    uint8_t down, dirty;
+    uint32_t stamp; /* of the sharing that it was part of, at `place` */
+    int32_t place;
 };
 
 struct message {
@@ -164,18 +162,17 @@ struct meter {
 };
 
 struct flow {
+    /* First what sharing looks at. */
+    double since_ns, tx, rx, backlog; /* bytes per ns from since_ns on; backlog: in the network's queues */
+    double rate;                      /* DCQCN's */
+    int32_t bottleneck;
+    uint8_t hops, sender_hops, active, injecting, stalled, dead, doomed, ticking, scheduled;
+    int32_t path[MAX_HOPS], place[MAX_HOPS]; /* the sender's links first; in each link's list */
     const struct flow_in *in;
-    int32_t place[MAX_HOPS]; /* in each link's list */
-    int32_t hops;
-    uint8_t active, injecting, stalled, dead, doomed, ticking, stage, scheduled;
-    uint32_t version, stamp;
-    double since_ns, tx, rx; /* bytes per ns from since_ns on */
-    double backlog, waste;   /* in the network's queues; waste: of it, what the receiver will not take */
+    double waste; /* of the backlog, what the receiver will not take */
     double posted, injected, delivered, limit, lost_end, repeat_until;
     double loss, until_loss;
-    double rate, target, alpha; /* DCQCN */
-    double new_tx, new_rx, cap;
-    int32_t bottleneck;
+    double target, alpha;
     int32_t retries, recoveries;
     double retry_ns;
     int32_t background; /* row, or NONE */
@@ -210,8 +207,8 @@ struct kernel {
     /* loops over `part` bytes in steps and slices */
     double part, done;
     int32_t step, steps, slice, slices, ring_ranks, ring_index;
-    double chunk, chunk_max;
-    struct kernel *next; /* of those that wait for the same connection */
+    double chunk, chunk_max, bytes; /* bytes: of the slice that is being copied */
+    struct kernel *next;            /* of those that wait for the same connection */
 };
 
 struct task {
@@ -247,7 +244,13 @@ struct due {
     double t_ns;
     uint64_t order;
     int32_t what, id;
-    uint32_t version;
+    uint32_t version; /* of what is foreseen: where its place is noted */
+};
+
+struct heap {
+    struct due *dues;
+    int64_t count, capacity;
+    int32_t *places; /* of what is foreseen, NONE: nothing is */
 };
 
 enum {
@@ -272,13 +275,15 @@ enum {
     DUE_COUNTERS,
 };
 
+struct part;
+
 struct engine {
     const struct inputs *in;
     struct outputs *out;
     double now;
     uint64_t random[2], order;
-    struct due *heap;
-    int64_t heap_count, heap_capacity;
+    /* What is foreseen can change: at most one of each flow, and of each link. */
+    struct heap dues, foreseen;
     struct link *links;
     struct flow *flows;
     struct connection *connections;
@@ -295,17 +300,23 @@ struct engine {
     int32_t *met; /* per communicator and rank: how many of its calls of kind LOCAL began */
     int32_t *met_first;
     int32_t *dirty, dirty_count, share_due;
-    int32_t *scratch_links, *scratch_flows;
-    uint32_t stamp;
+    struct part *part; /* room for what sharing goes through */
+    uint32_t stamp, *flow_stamps;
 };
 
 /* engine.c */
+void *zeroed(int64_t count, size_t size);
 void *grown(struct array *array, int64_t size);
-void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
 double uniform(struct engine *e);
 double resumes(const struct engine *e, int executor, int32_t gpu, double t_ns);
 double finishes(const struct engine *e, int executor, int32_t gpu, double t_ns, double work_ns);
 void see(struct engine *e, int32_t nic, int32_t flow, int kind, uint64_t value);
+
+/* dues.c */
+void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
+void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
+void forget(struct engine *e, int32_t what, int32_t id);
+struct due next_due(struct engine *e);
 
 /* meter.c */
 void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes,
@@ -329,6 +340,8 @@ void break_flow(struct engine *e, int32_t flow);
 void background_due(struct engine *e, int32_t row);
 
 /* sharing.c */
+void set_up_sharing(struct engine *e);
+void tear_down_sharing(struct engine *e);
 void dirty_path(struct engine *e, int32_t flow);
 void dirty_link(struct engine *e, int32_t link);
 void share(struct engine *e);

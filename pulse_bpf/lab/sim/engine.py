@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from functools import cache
 from pathlib import Path
 
@@ -28,7 +29,10 @@ from pulse_bpf.lab.sim.model import (
 )
 
 _HERE = Path(__file__).parent
-_PARTS = ("engine.c", "meter.c", "flows.c", "sharing.c", "connections.c", "kernels.c", "hosts.c", "engine.h")
+_PARTS = (
+    *("engine.c", "dues.c", "meter.c", "flows.c", "sharing.c", "filling.c"),
+    *("connections.c", "kernels.c", "hosts.c", "rows.c", "engine.h", "sharing.h"),
+)
 SOURCES = [_HERE / name for name in _PARTS]
 # Without fused multiply-add, so that the same seed gives the same bytes on every machine; symbolic, since glibc
 # has an `advance` of its own.
@@ -87,7 +91,8 @@ class _Outputs(ctypes.Structure):
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The engine, compiled if it was not yet. HostError when it cannot be."""
     return ctypes.CDLL(str(compiled(SOURCES, CACHE, _COMPILE, "gcc")))
 
 
@@ -145,25 +150,22 @@ def run(
         tenant_nics=max(0, int(links["nic"].max(initial=0)) + 1 - gpus),
     )
     outputs = _Outputs(call_times=call_times.ctypes.data, task_times=task_times.ctypes.data)
-    library = _library()
-    library.sim_run(ctypes.byref(inputs), ctypes.byref(outputs))
-    try:
-        return Result(
-            samples=_copied(outputs.samples, SAMPLE),
-            events=_copied(outputs.events, EVENT),
-            counters=_copied(outputs.counters, COUNTER),
-            call_times=call_times,
-            task_times=task_times,
-            moved=_copied(outputs.moved, MOVED),
-            ended_ns=outputs.ended_ns,
-        )
-    finally:
-        library.sim_free(ctypes.byref(outputs))
+    library().sim_run(ctypes.byref(inputs), ctypes.byref(outputs))
+    return Result(
+        samples=_taken(outputs.samples, SAMPLE),
+        events=_taken(outputs.events, EVENT),
+        counters=_taken(outputs.counters, COUNTER),
+        call_times=call_times,
+        task_times=task_times,
+        moved=_taken(outputs.moved, MOVED),
+        ended_ns=outputs.ended_ns,
+    )
 
 
-def _copied(array: _Array, dtype: np.dtype[np.void]) -> Array:
+def _taken(array: _Array, dtype: np.dtype[np.void]) -> Array:
+    """The engine's own memory as an array, freed with it."""
     if not array.count:
         return np.zeros(0, dtype)
     data = (ctypes.c_char * (array.count * dtype.itemsize)).from_address(array.data)
-    copied: Array = np.frombuffer(data, dtype).copy()
-    return copied
+    weakref.finalize(data, library().sim_free, ctypes.c_void_p(array.data)).atexit = False
+    return np.frombuffer(data, dtype)

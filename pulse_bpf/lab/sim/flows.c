@@ -52,7 +52,6 @@ void advance(struct engine *e, int32_t flow) {
 void reschedule(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
     double soonest = NEVER, t;
-    f->version++;
     if (f->first != f->inject && f->delivered >= message(f, f->first)->end - LEAST_BYTES)
         soonest = 0;
     if (f->tx > 0 && has_message(f)) {
@@ -70,7 +69,9 @@ void reschedule(struct engine *e, int32_t flow) {
     }
     f->scheduled = soonest < NEVER;
     if (f->scheduled)
-        at(e, e->now + (soonest > 0 ? soonest : 0), DUE_FLOW, flow, f->version);
+        foresee(e, e->now + (soonest > 0 ? soonest : 0), DUE_FLOW, flow);
+    else
+        forget(e, DUE_FLOW, flow);
 }
 
 static int path_down(const struct engine *e, const struct flow *f) {

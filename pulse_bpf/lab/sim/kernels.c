@@ -271,7 +271,7 @@ void try_copy(struct engine *e, struct kernel *k) {
             return;
     k->copying = 1;
     gpu->copying++;
-    bytes = slice_bytes(k);
+    bytes = k->bytes = slice_bytes(k);
     gbps = e->in->nvlink_gbps * gpu->nvlink / gpu->copying;
     gbps = gbps < e->in->channel_gbps ? gbps : e->in->channel_gbps;
     at(e, finishes(e, GPU, k->gpu, e->now, SLICE_NS + bytes * 8 / (gbps * gpu->speed)), DUE_COPIED, k->id, 0);
@@ -302,7 +302,7 @@ static void end(struct engine *e, struct kernel *k) {
 void copied_due(struct engine *e, int32_t id) {
     struct kernel *k = e->kernels[id];
     int takes_one = takes(k), gives_one = gives(k), more;
-    double bytes = slice_bytes(k) * wire_factor(&e->in->calls[k->call]);
+    double bytes = k->bytes * wire_factor(&e->in->calls[k->call]);
     k->copying = 0;
     e->gpus[k->gpu].copying--;
     if (e->gpus[k->gpu].killed)

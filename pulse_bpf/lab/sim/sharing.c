@@ -5,17 +5,16 @@
  * sender reacts as DCQCN does (Zhu et al., SIGCOMM 2015). A full queue pauses whole ports of those that feed
  * it (PFC), and what else they send with it: all queue pairs of a port take turns.
  */
-#include "engine.h"
+#include "sharing.h"
 
 #include <math.h>
 #include <stdlib.h>
 
 /* For 400 Gb/s ports: marking from 400 kB on and always above 1.6 MB, the thresholds of HPCC (Li et al.,
- * SIGCOMM 2019) for 100 Gb/s scaled with the rate; a port's share of a shared buffer is 2 MB. */
+ * SIGCOMM 2019) for 100 Gb/s scaled with the rate. */
 #define LEAST_MARKED_BYTES 400e3
 #define ALWAYS_MARKED_BYTES 1600e3
 #define MOST_MARKED 0.2
-#define FULL_BYTES 2000e3
 /* DCQCN's time between CNPs of a flow, and g. */
 #define TICK_NS 50e3
 #define GAIN (1.0 / 256)
@@ -44,7 +43,7 @@ void dirty_link(struct engine *e, int32_t link) {
 static void join(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
     for (int hop = 0; hop < f->hops; hop++) {
-        struct link *l = &e->links[f->in->path[hop]];
+        struct link *l = &e->links[f->path[hop]];
         if (l->flow_count == l->flow_capacity) {
             l->flow_capacity = l->flow_capacity ? 2 * l->flow_capacity : 8;
             l->flows = realloc(l->flows, (size_t)l->flow_capacity * sizeof(*l->flows));
@@ -59,13 +58,13 @@ static void join(struct engine *e, int32_t flow) {
 static void leave(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
     for (int hop = 0; hop < f->hops; hop++) {
-        int32_t link = f->in->path[hop];
+        int32_t link = f->path[hop];
         struct link *l = &e->links[link];
         int32_t moved = l->flows[--l->flow_count];
         struct flow *other = &e->flows[moved];
         l->flows[f->place[hop]] = moved;
         for (int n = 0; n < other->hops; n++)
-            if (other->in->path[n] == link)
+            if (other->path[n] == link)
                 other->place[n] = f->place[hop];
     }
 }
@@ -83,169 +82,80 @@ void dirty_path(struct engine *e, int32_t flow) {
         leave(e, flow);
         f->tx = f->rx = 0;
         f->bottleneck = NONE;
-        f->version++;
+        forget(e, DUE_FLOW, flow);
     }
     f->active = (uint8_t)active;
     f->scheduled = 0;
     for (int hop = 0; hop < f->hops; hop++)
-        dirty_link(e, f->in->path[hop]);
+        dirty_link(e, f->path[hop]);
 }
 
-struct part {
-    int32_t *flows, *links;
-    int32_t flow_count, link_count;
-};
+void set_up_sharing(struct engine *e) {
+    struct part *part = e->part = zeroed(1, sizeof(*part));
+    part->flows = zeroed(e->in->flows_count, sizeof(*part->flows));
+    part->links = zeroed(e->in->links_count, sizeof(*part->links));
+    part->open = zeroed(e->in->flows_count, sizeof(*part->open));
+    e->flow_stamps = zeroed(e->in->flows_count, sizeof(*e->flow_stamps));
+    e->dirty = zeroed(e->in->links_count, sizeof(*e->dirty));
+    for (int64_t n = 0; n < e->in->flows_count; n++) {
+        struct flow *f = &e->flows[n];
+        for (int stage = SENDER; stage <= SWITCH; stage++) {
+            for (int hop = 0; hop < MAX_HOPS && f->in->path[hop] != NONE; hop++)
+                if (e->in->links[f->in->path[hop]].stage == stage)
+                    f->path[f->hops++] = f->in->path[hop];
+            if (stage == SENDER)
+                f->sender_hops = f->hops;
+        }
+    }
+}
+
+void tear_down_sharing(struct engine *e) {
+    free(e->part->flows);
+    free(e->part->links);
+    free(e->part->open);
+    free(e->part);
+    free(e->flow_stamps);
+    free(e->dirty);
+}
+
+static int32_t add_link(struct engine *e, int32_t link) {
+    struct part *part = e->part;
+    struct link *l = &e->links[link];
+    if (l->stamp != e->stamp) {
+        l->stamp = e->stamp;
+        l->place = part->link_count++;
+        part->links[l->place] =
+            (struct shared_link){.capacity = capacity(l), .link = link, .stage = e->in->links[link].stage};
+    }
+    return l->place;
+}
 
 /* All that shares something with `link`, directly or not. */
-static struct part connected(struct engine *e, int32_t link) {
-    struct part part = {e->scratch_flows, e->scratch_links, 0, 0};
-    part.links[part.link_count++] = link;
-    e->links[link].stamp = e->stamp;
-    for (int32_t n = 0; n < part.link_count; n++) {
-        const struct link *l = &e->links[part.links[n]];
+static struct part *connected(struct engine *e, int32_t link) {
+    struct part *part = e->part;
+    part->flow_count = part->link_count = 0;
+    add_link(e, link);
+    for (int32_t n = 0; n < part->link_count; n++) {
+        const struct link *l = &e->links[part->links[n].link];
         for (int32_t k = 0; k < l->flow_count; k++) {
-            struct flow *f = &e->flows[l->flows[k]];
-            if (f->stamp == e->stamp)
+            int32_t flow = l->flows[k];
+            const struct flow *f = &e->flows[flow];
+            struct shared_flow *shared;
+            if (e->flow_stamps[flow] == e->stamp)
                 continue;
-            f->stamp = e->stamp;
-            part.flows[part.flow_count++] = l->flows[k];
-            for (int hop = 0; hop < f->hops; hop++) {
-                struct link *other = &e->links[f->in->path[hop]];
-                if (other->stamp != e->stamp) {
-                    other->stamp = e->stamp;
-                    part.links[part.link_count++] = f->in->path[hop];
-                }
-            }
+            e->flow_stamps[flow] = e->stamp;
+            shared = &part->flows[part->flow_count++];
+            shared->flow = flow;
+            shared->rate = f->rate;
+            shared->backlog = backlog_now(e, f);
+            shared->injecting = f->injecting;
+            shared->hops = f->hops;
+            shared->sender_hops = f->sender_hops;
+            for (int hop = 0; hop < f->hops; hop++)
+                shared->links[hop] = add_link(e, f->path[hop]);
         }
     }
     return part;
-}
-
-static void settle(struct engine *e, struct flow *f, int stage, double rate, int32_t bottleneck) {
-    for (int hop = 0; hop < f->hops; hop++) {
-        int32_t link = f->in->path[hop];
-        if (e->in->links[link].stage == stage) {
-            e->links[link].left -= rate;
-            e->links[link].open--;
-        }
-    }
-    f->stage = 1;
-    if (stage == SENDER) {
-        f->new_tx = rate;
-    } else {
-        f->new_rx = rate;
-        f->bottleneck = bottleneck;
-    }
-}
-
-/* Max-min fair by progressive filling, of what each flow wants (its `cap`), over the links of one stage. */
-static void fill(struct engine *e, const struct part *part, int stage) {
-    int32_t open = 0;
-    for (int32_t n = 0; n < part->link_count; n++) {
-        struct link *l = &e->links[part->links[n]];
-        l->left = capacity(l);
-        l->open = 0;
-    }
-    for (int32_t n = 0; n < part->flow_count; n++) {
-        struct flow *f = &e->flows[part->flows[n]];
-        f->stage = f->cap <= 0;
-        if (stage == SENDER)
-            f->new_tx = 0;
-        else
-            f->new_rx = 0, f->bottleneck = NONE;
-        if (f->stage)
-            continue;
-        open++;
-        for (int hop = 0; hop < f->hops; hop++)
-            if (e->in->links[f->in->path[hop]].stage == stage)
-                e->links[f->in->path[hop]].open++;
-    }
-    while (open) {
-        double least = NEVER;
-        int32_t before = open;
-        for (int32_t n = 0; n < part->link_count; n++) {
-            struct link *l = &e->links[part->links[n]];
-            if (!l->open)
-                continue;
-            l->share_cap = l->left > 0 ? l->left / l->open : 0;
-            least = l->share_cap < least ? l->share_cap : least;
-        }
-        for (int32_t n = 0; n < part->flow_count; n++) {
-            struct flow *f = &e->flows[part->flows[n]];
-            if (!f->stage && f->cap <= least) {
-                settle(e, f, stage, f->cap, NONE);
-                open--;
-            }
-        }
-        if (open < before)
-            continue;
-        for (int32_t n = 0; n < part->flow_count; n++) {
-            struct flow *f = &e->flows[part->flows[n]];
-            for (int hop = 0; hop < f->hops && !f->stage; hop++) {
-                int32_t link = f->in->path[hop];
-                if (e->in->links[link].stage == stage && e->links[link].share_cap <= least * (1 + 1e-9)) {
-                    settle(e, f, stage, least, link);
-                    open--;
-                }
-            }
-        }
-    }
-}
-
-static void fill_switches(struct engine *e, const struct part *part) {
-    for (int32_t n = 0; n < part->flow_count; n++) {
-        struct flow *f = &e->flows[part->flows[n]];
-        f->cap = backlog_now(e, f) > 0 ? NEVER : f->new_tx;
-    }
-    fill(e, part, SWITCH);
-}
-
-/* The queue of each port and how fast it grows. */
-static void measure_queues(struct engine *e, const struct part *part) {
-    for (int32_t n = 0; n < part->link_count; n++)
-        e->links[part->links[n]].queue = e->links[part->links[n]].growth = 0;
-    for (int32_t n = 0; n < part->flow_count; n++) {
-        const struct flow *f = &e->flows[part->flows[n]];
-        if (f->bottleneck != NONE) {
-            e->links[f->bottleneck].queue += backlog_now(e, f);
-            e->links[f->bottleneck].growth += f->new_tx - f->new_rx;
-        }
-    }
-}
-
-/* Whether queues are full and still grow that were not known to be; all of them are marked. */
-static int more_full(struct engine *e, const struct part *part) {
-    int more = 0;
-    for (int32_t n = 0; n < part->link_count; n++) {
-        struct link *l = &e->links[part->links[n]];
-        if (!l->full && l->queue >= FULL_BYTES - 1 && l->growth > 0)
-            more = l->full = 1;
-    }
-    return more;
-}
-
-/* Limits what is sent to what full queues let through. */
-static void hold_back(struct engine *e, const struct part *part) {
-    for (int32_t n = 0; n < part->flow_count; n++) {
-        const struct flow *f = &e->flows[part->flows[n]];
-        if (f->bottleneck == NONE || !e->links[f->bottleneck].full)
-            continue;
-        for (int hop = 0; hop < f->hops; hop++) {
-            struct link *l = &e->links[f->in->path[hop]];
-            if (e->in->links[f->in->path[hop]].stage == SENDER && f->new_rx < l->held)
-                l->held = f->new_rx;
-        }
-    }
-    for (int32_t n = 0; n < part->flow_count; n++) {
-        struct flow *f = &e->flows[part->flows[n]];
-        double least = NEVER;
-        for (int hop = 0; hop < f->hops; hop++) {
-            const struct link *l = &e->links[f->in->path[hop]];
-            if (e->in->links[f->in->path[hop]].stage == SENDER && l->held < least)
-                least = l->held;
-        }
-        f->cap = !f->injecting ? 0 : f->rate < least ? f->rate : least;
-    }
 }
 
 static void account_pause(struct engine *e, int32_t link, double paused) {
@@ -266,47 +176,47 @@ void account_pauses(struct engine *e) {
             account_pause(e, link, e->links[link].paused);
 }
 
-/* A NIC that cannot take its line's rate pauses the switch; a port whose part of a full queue is taken up is
- * paused by it. `wanted` is what each port would send without that. */
-static void note_pauses(struct engine *e, const struct part *part, int held) {
-    for (int32_t n = 0; n < part->link_count; n++) {
-        int32_t link = part->links[n];
-        struct link *l = &e->links[link];
-        double paused = 0, sent = 0;
-        if (e->in->links[link].nic == NONE)
-            continue;
-        for (int32_t k = 0; k < l->flow_count; k++)
-            sent += e->in->links[link].stage == SENDER ? e->flows[l->flows[k]].new_tx
-                                                       : e->flows[l->flows[k]].new_rx;
-        if (e->in->links[link].stage == SWITCH && l->factor < 1 && l->queue > 0)
-            paused = 1 - sent / l->bytes_per_ns;
-        else if (e->in->links[link].stage == SENDER && held && l->wanted > 0 && sent < l->wanted)
-            paused = 1 - sent / l->wanted;
-        if (paused != l->paused)
-            account_pause(e, link, paused);
+/* What goes over each link. */
+static void note_sent(struct part *part) {
+    for (int32_t n = 0; n < part->link_count; n++)
+        part->links[n].sent = 0;
+    for (int32_t n = 0; n < part->flow_count; n++) {
+        const struct shared_flow *f = &part->flows[n];
+        for (int hop = 0; hop < f->hops; hop++)
+            part->links[f->links[hop]].sent += hop < f->sender_hops ? f->tx : f->rx;
     }
 }
 
-/* What each port would send, were no queue full. */
-static void note_wanted(struct engine *e, const struct part *part) {
+/* A NIC that cannot take its line's rate pauses the switch; a port whose part of a full queue is taken up is
+ * paused by it. `wanted` is what each port would send without that. */
+static void note_pauses(struct engine *e, struct part *part, int held) {
+    int known = 0;
     for (int32_t n = 0; n < part->link_count; n++) {
-        struct link *l = &e->links[part->links[n]];
-        l->wanted = 0;
-        l->full = 0;
-        l->held = NEVER;
-    }
-    for (int32_t n = 0; n < part->flow_count; n++) {
-        const struct flow *f = &e->flows[part->flows[n]];
-        for (int hop = 0; hop < f->hops; hop++)
-            e->links[f->in->path[hop]].wanted += f->new_tx;
+        struct shared_link *shared = &part->links[n];
+        struct link *l = &e->links[shared->link];
+        int slow = shared->stage == SWITCH && l->factor < 1 && shared->queue > 0;
+        int stopped = shared->stage == SENDER && held && shared->wanted > 0;
+        double paused = 0;
+        if (e->in->links[shared->link].nic == NONE)
+            continue;
+        if ((slow || stopped) && !known) {
+            note_sent(part);
+            known = 1;
+        }
+        if (slow)
+            paused = 1 - shared->sent / l->bytes_per_ns;
+        else if (stopped && shared->sent < shared->wanted)
+            paused = 1 - shared->sent / shared->wanted;
+        if (paused != l->paused)
+            account_pause(e, shared->link, paused);
     }
 }
 
 static double line_rate(const struct engine *e, const struct flow *f) {
     double least = NEVER;
     for (int hop = 0; hop < f->hops; hop++)
-        if (e->in->links[f->in->path[hop]].stage == SENDER && e->links[f->in->path[hop]].bytes_per_ns < least)
-            least = e->links[f->in->path[hop]].bytes_per_ns;
+        if (e->in->links[f->path[hop]].stage == SENDER && e->links[f->path[hop]].bytes_per_ns < least)
+            least = e->links[f->path[hop]].bytes_per_ns;
     return least;
 }
 
@@ -319,27 +229,29 @@ static void tick_later(struct engine *e, int32_t flow) {
 
 static void apply(struct engine *e, const struct part *part) {
     for (int32_t n = 0; n < part->flow_count; n++) {
-        int32_t flow = part->flows[n];
-        struct flow *f = &e->flows[flow];
-        if (fabs(f->new_tx - f->tx) <= 1e-9 * f->tx && fabs(f->new_rx - f->rx) <= 1e-9 * f->rx &&
+        const struct shared_flow *shared = &part->flows[n];
+        struct flow *f = &e->flows[shared->flow];
+        f->bottleneck = shared->bottleneck == NONE ? NONE : part->links[shared->bottleneck].link;
+        if (fabs(shared->tx - f->tx) <= 1e-9 * f->tx && fabs(shared->rx - f->rx) <= 1e-9 * f->rx &&
             f->scheduled)
             continue;
-        advance(e, flow);
-        f->tx = f->new_tx;
+        advance(e, shared->flow);
+        f->tx = shared->tx;
         /* A queue can have run empty by the rounding of the time since. */
-        f->rx = f->backlog > 0 || f->new_rx < f->tx ? f->new_rx : f->tx;
-        reschedule(e, flow);
+        f->rx = f->backlog > 0 || shared->rx < f->tx ? shared->rx : f->tx;
+        reschedule(e, shared->flow);
         if (!f->ticking && f->bottleneck != NONE && (f->backlog > 0 || f->tx > f->rx))
-            tick_later(e, flow);
+            tick_later(e, shared->flow);
     }
     for (int32_t n = 0; n < part->link_count; n++) {
-        struct link *l = &e->links[part->links[n]];
+        const struct shared_link *l = &part->links[n];
         double until_full = (FULL_BYTES - l->queue) / l->growth;
-        l->version++;
-        if (l->growth <= 0 || l->full)
+        if (l->stage == SENDER)
             continue;
-        /* Never at this very moment again. */
-        at(e, e->now + (until_full < 1 ? 1 : until_full), DUE_QUEUE, part->links[n], l->version);
+        if (l->growth <= 0 || l->full)
+            forget(e, DUE_QUEUE, l->link);
+        else /* Never at this very moment again. */
+            foresee(e, e->now + (until_full < 1 ? 1 : until_full), DUE_QUEUE, l->link);
     }
 }
 
@@ -349,30 +261,14 @@ void share(struct engine *e) {
     for (int32_t n = 0; n < e->dirty_count; n++)
         e->links[e->dirty[n]].dirty = 0;
     for (int32_t n = 0; n < e->dirty_count; n++) {
-        struct part part;
+        struct part *part;
         int held;
         if (e->links[e->dirty[n]].stamp == e->stamp)
             continue;
         part = connected(e, e->dirty[n]);
-        for (int32_t k = 0; k < part.flow_count; k++) {
-            struct flow *f = &e->flows[part.flows[k]];
-            f->cap = f->injecting ? f->rate : 0;
-        }
-        fill(e, &part, SENDER);
-        fill_switches(e, &part);
-        measure_queues(e, &part);
-        note_wanted(e, &part);
-        held = 0;
-        /* Holding one port's senders back may shift what fills another one's queue. */
-        while (more_full(e, &part)) {
-            held = 1;
-            hold_back(e, &part);
-            fill(e, &part, SENDER);
-            fill_switches(e, &part);
-            measure_queues(e, &part);
-        }
-        note_pauses(e, &part, held);
-        apply(e, &part);
+        held = share_out(part);
+        note_pauses(e, part, held);
+        apply(e, part);
     }
     e->dirty_count = 0;
 }

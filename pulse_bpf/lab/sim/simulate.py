@@ -97,13 +97,14 @@ def simulate(
     elsewhere = moved(faulty)
     with ThreadPoolExecutor() as threads:  # the engine does not hold Python's lock
         running = threads.submit(run, faulty)
-        if not healthy:
+        if not healthy and any(fault.kind not in twins.STOPS for fault in faulty.faults):
             usual = prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0])
             # Of the twin only its operators' times are looked at, none of its samples.
             twin = threads.submit(run, usual, replace(settings, record_ns=end_ns))
             neighbour = threads.submit(run, replace(faulty, incident=elsewhere)) if elsewhere else None
             for told, fault in zip(found, faulty.faults, strict=True):
-                told["effect"] = twins.effect(fault, running.result(), twin.result(), faulty, cluster)
+                if fault.kind not in twins.STOPS:
+                    told["effect"] = twins.effect(fault, running.result(), twin.result(), faulty, cluster)
             if neighbour and twins.alike(running.result(), neighbour.result()):
                 found[0]["indistinguishable_from"] = [_other_end(faulty.faults[0], cluster)]
     result = running.result()

@@ -10,12 +10,14 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from pulse_bpf.lab.sim import rows
 from pulse_bpf.lab.sim.clocks import bin_start_ns, wall_ns
 from pulse_bpf.lab.sim.identity import PORT, Identity, Longs, nic_name
 from pulse_bpf.lab.sim.loss import Windows
-from pulse_bpf.lab.sim.model import NONE, Array, Cluster, Result, Seen, Settings
+from pulse_bpf.lab.sim.model import NONE, Cluster, Result, Seen, Settings
 from pulse_bpf.lab.sim.options import Options
-from pulse_bpf.schema import I64
+from pulse_bpf.lab.sim.rows import Rows
+from pulse_bpf.schema import I64, U32
 
 # What rotates a recorder's parts.
 PART_NS = 1_000_000_000
@@ -29,12 +31,7 @@ UNIT_BYTES, EPOCH_BINS = 32, 128
 # How often queue pairs' counters are read on the card.
 QP_PERIOD_NS = 10_000_000
 
-# With headers, of all but acknowledgements, which a card makes without its queue pair.
-_WIRE_BYTES = (
-    pl.col("bytes").cast(I64)
-    + HEADER_BYTES * (pl.col("packets").cast(I64) - pl.col("ctl_packets") - pl.col("ack_packets"))
-    + CTL_BYTES * pl.col("ctl_packets").cast(I64)
-)
+_DIRECTIONS = pl.Series(["rx", "tx"], dtype=pl.Enum(["rx", "tx"]))
 
 
 @dataclass
@@ -48,95 +45,66 @@ class Counted:
 def count(result: Result, identity: Identity, settings: Settings, options: Options, lost: Windows) -> Counted:
     """The tables samples and port_samples in parts of a second; `lost` is complete when the parts were taken."""
     counted = Counted(iter(()), np.zeros(len(identity.nodes), np.int64))
-    counted.parts = _parts(result.samples, identity, settings, options, lost, counted.lost)
+    taken = rows.parts(result.samples, identity, settings, lost, PART_NS, counted.lost)
+    counted.parts = (_SOURCES[options.source](part, identity, settings) for part in taken)
     return counted
 
 
-def _parts(
-    samples: Array, identity: Identity, settings: Settings, options: Options, lost: Windows, missed: Longs
-) -> Iterator[dict[str, pl.DataFrame]]:
-    at_node, at_nic = (identity.ends[name].to_numpy() for name in ("at_node", "at_nic"))
-    end = 2 * samples["flow"].astype(np.int64) + samples["rx"]
-    node = at_node[end]
-    seen = node < len(identity.nodes)
-    seen[seen] = identity.recorded[node[seen]]
-    t_ns = np.zeros(len(samples), np.int64)
-    t_ns[seen] = bin_start_ns(settings, node[seen], samples["bin"][seen])
-    gone = np.zeros(len(samples), bool)
-    gone[seen] = lost.hit(node[seen], t_ns[seen])
-    np.add.at(missed, node[gone], 1)
-    second = t_ns // PART_NS
-    second[~seen | gone] = -1
-    for number in np.unique(second[second >= 0]):
-        rows = np.flatnonzero(second == number)
-        both = _both_ways(samples[rows], end[rows], t_ns[rows])
-        yield _SOURCES[options.source](both, identity, settings.bin_ns, at_nic)
+def _packets(part: Rows, identity: Identity, settings: Settings) -> dict[str, pl.DataFrame]:
+    frame = pl.DataFrame({"end": part.end, "tx": _sent(part), **part.columns})
+    return {"samples": _named(frame, identity, "packets", settings.bin_ns)}
 
 
-def _both_ways(samples: Array, end: Longs, t_ns: Longs) -> pl.DataFrame:
-    """Rows end, tx, t_ns and counts, sorted so: a sample's data, and the control packets that go the other way.
-
-    The meters close the bins of one end in order of time, so that only ends are out of order.
-    """
-    data = np.flatnonzero((samples["bytes"] > 0) | (samples["packets"] > 0))
-    control = np.flatnonzero((samples["reverse_ctl"] > 0) | (samples["reverse_acks"] > 0))
-    row = np.concatenate([data, control])
-    is_control = np.arange(len(row)) >= len(data)
-    order = np.argsort((2 * end[row] + is_control).astype(np.int32), kind="stable")
-    row, is_control = row[order], is_control[order]
-
-    def counted(name: str, of_control: bool) -> NDArray[np.uint32]:
-        return np.where(is_control == of_control, samples[name][row], 0).astype(np.uint32)
-
-    ctl, acks = counted("reverse_ctl", True), counted("reverse_acks", True)
-    return pl.DataFrame(
-        {
-            "end": end[row],
-            "tx": (samples["rx"][row] == 0) != is_control,
-            "t_ns": t_ns[row],
-            "bytes": counted("bytes", False),
-            "retx_bytes": counted("retx_bytes", False),
-            "packets": counted("packets", False) + ctl + acks,
-            "ctl_packets": ctl,
-            "ack_packets": acks,
-        }
-    )
+def _pcc(part: Rows, identity: Identity, settings: Settings) -> dict[str, pl.DataFrame]:
+    units = (_wire_bytes(part) + UNIT_BYTES - 1) // UNIT_BYTES
+    shown = np.flatnonzero(_sent(part) & (units > 0))
+    columns = {"end": part.end, "t_ns": part.columns["t_ns"], "bytes": units * UNIT_BYTES}
+    sent = pl.DataFrame({name: column[shown] for name, column in columns.items()} | {"tx": True})
+    return {"samples": _named(sent, identity, "pcc", settings.bin_ns)}
 
 
-def _packets(both: pl.DataFrame, identity: Identity, bin_ns: int, _nics: Longs) -> dict[str, pl.DataFrame]:
-    return {"samples": _named(both, identity, "packets", bin_ns)}
-
-
-def _pcc(both: pl.DataFrame, identity: Identity, bin_ns: int, _nics: Longs) -> dict[str, pl.DataFrame]:
-    counted = both.filter("tx").select(
-        "end", "tx", "t_ns", bytes=(_WIRE_BYTES + UNIT_BYTES - 1) // UNIT_BYTES
-    )
-    sent = counted.filter(pl.col("bytes") > 0).with_columns(pl.col("bytes") * UNIT_BYTES)
-    return {"samples": _named(sent, identity, "pcc", bin_ns)}
-
-
-def _diag(both: pl.DataFrame, identity: Identity, bin_ns: int, nics: Longs) -> dict[str, pl.DataFrame]:
-    period_ns = max(QP_PERIOD_NS, bin_ns)
-    counted = both.select(
-        "end",
-        "tx",
-        "t_ns",
-        bytes=_WIRE_BYTES,
-        packets=pl.col("packets") - pl.col("ack_packets"),
-        all_bytes=_WIRE_BYTES + ACK_BYTES * pl.col("ack_packets"),
-        all_packets="packets",
-        nic_number=pl.Series(nics[both["end"].to_numpy()]),
+def _diag(part: Rows, identity: Identity, settings: Settings) -> dict[str, pl.DataFrame]:
+    bin_ns, period_ns = settings.bin_ns, max(QP_PERIOD_NS, settings.bin_ns)
+    sent, wire_bytes, t_ns = _sent(part), _wire_bytes(part), part.columns["t_ns"]
+    packets, acks = (part.columns[name] for name in ("packets", "ack_packets"))
+    period = t_ns // period_ns
+    begins = np.flatnonzero(
+        (np.diff(part.end, prepend=np.uint32(len(identity.ends))) != 0)
+        | np.diff(part.is_control, prepend=False)
+        | (np.diff(period, prepend=0) != 0)
     )
     by_qp = (
-        counted.group_by("end", "tx", pl.col("t_ns") // period_ns * period_ns)
-        .agg(pl.col("bytes", "packets").sum())
+        pl.DataFrame(
+            {
+                "end": part.end[begins],
+                "tx": sent[begins],
+                "t_ns": period[begins] * period_ns,
+                "bytes": np.add.reduceat(wire_bytes, begins),
+                "packets": np.add.reduceat(packets - acks, begins),
+            }
+        )
         .filter(pl.col("bytes") > 0)
         .sort("end", "tx", "t_ns")
     )
-    by_port = (
-        counted.group_by("nic_number", "tx", "t_ns")
-        .agg(pl.col("end").min(), bytes=pl.col("all_bytes").sum(), packets=pl.col("all_packets").sum())
-        .sort("nic_number", "tx", "t_ns")
+    # By NIC, direction and bin, which have one number together; each node's bins begin at its clock's.
+    first_ns = t_ns.min() - t_ns.min() % bin_ns
+    bins = (t_ns.max() - first_ns) // bin_ns + 1
+    nic = identity.ends["at_nic"].to_numpy()
+    place = (2 * nic[part.end] + sent) * bins + (t_ns - first_ns) // bin_ns
+    all_bytes = np.bincount(place, wire_bytes + ACK_BYTES * acks.astype(np.int64))
+    used = np.flatnonzero(all_bytes)
+    an_end = np.zeros(nic.max() + 1, np.uint32)
+    an_end[nic] = np.arange(len(nic))
+    phase_ns = np.zeros(len(an_end), np.int64)
+    phase_ns[nic[part.end]] = (t_ns - first_ns) % bin_ns
+    by_port = pl.DataFrame(
+        {
+            "end": an_end[used // bins // 2],
+            "tx": used // bins % 2 > 0,
+            "t_ns": first_ns + used % bins * bin_ns + phase_ns[used // bins // 2],
+            "bytes": all_bytes[used].astype(np.int64),
+            "packets": np.bincount(place, packets)[used].astype(np.uint32),
+        }
     )
     return {
         "samples": _named(by_qp, identity, "qp-counters", period_ns),
@@ -144,18 +112,37 @@ def _diag(both: pl.DataFrame, identity: Identity, bin_ns: int, nics: Longs) -> d
     }
 
 
+def _sent(part: Rows) -> NDArray[np.bool_]:
+    """Whether a row is of what its end sends: the first end of a flow its data, the other one control packets."""
+    sent: NDArray[np.bool_] = (part.end % 2 == 0) != part.is_control
+    return sent
+
+
+def _wire_bytes(part: Rows) -> Longs:
+    """With headers, of all but acknowledgements, which a card makes without its queue pair."""
+    data, packets, ctl, acks = (
+        part.columns[name].astype(np.int64) for name in ("bytes", "packets", "ctl_packets", "ack_packets")
+    )
+    return data + HEADER_BYTES * (packets - ctl - acks) + CTL_BYTES * ctl
+
+
 _SOURCES = {"packets": _packets, "pcc": _pcc, "diag+netlink": _diag}
 
 
-def _named(rows: pl.DataFrame, identity: Identity, source: str, bin_ns: int) -> pl.DataFrame:
-    """`rows` with the names of their ends in place of numbers."""
-    names = identity.ends.select("node", "nic", "port", "qpn", "flow")
-    return rows.with_columns(
-        *(names[name].gather(rows["end"]) for name in names.columns),
-        source=pl.lit(source),
-        direction=pl.when("tx").then(pl.lit("tx")).otherwise(pl.lit("rx")),
-        bin_ns=pl.lit(bin_ns),
+def _named(frame: pl.DataFrame, identity: Identity, source: str, bin_ns: int) -> pl.DataFrame:
+    """`frame` with the names of their ends in place of numbers."""
+    ends = identity.ends
+    return frame.with_columns(
+        *(_text(ends[name]).gather(frame["end"]) for name in ("node", "nic")),
+        *(ends[name].gather(frame["end"]) for name in ("port", "qpn", "flow")),
+        source=pl.lit(source, pl.Enum([source])),
+        direction=_DIRECTIONS.gather(frame["tx"].cast(U32)),
+        bin_ns=pl.lit(bin_ns, U32),
     )
+
+
+def _text(names: pl.Series) -> pl.Series:
+    return pl.Series(names, dtype=pl.Enum(names.unique(maintain_order=True)))
 
 
 def events(

@@ -11,6 +11,8 @@ from pulse_bpf.lab.sim.situation import Prepared
 
 # Of what is indistinguishable no sample differs by more.
 _ALIKE = 0.02
+# After these a job stands still, whatever it would have done.
+STOPS = ("hang", "crash", "mismatch")
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 _COUNTERS = ("tx_pause_ns", "rx_pause_ns", "cnp_sent", "cnp_handled", "naks_sent", "timeouts", "lost_packets")
 
@@ -50,9 +52,7 @@ def effect(
     )
     end_ns = np.inf if fault.end_ns is None else fault.end_ns
     during = gathered.filter("compared", pl.col("started") <= end_ns, pl.col("until") >= fault.start_ns)
-    if fault.kind in ("hang", "crash", "mismatch") or (
-        fault.end_ns is None and _has_stopped(faulty, healthy)
-    ):
+    if fault.end_ns is None and _has_stopped(faulty, healthy):
         return None
     if during.is_empty():
         return 1.0
