@@ -165,8 +165,9 @@ def _patterns(
 def _placed(calls: pl.DataFrame, operators: pl.DataFrame, iteration: Iteration | None) -> pl.DataFrame:
     """The calls of the first ITERATIONS whole iterations, with `iteration`, `offset` (calls since it began), `place`.
 
-    `place` is the offset as a share of the iteration. Without iterations the first CALLS of each process, with nulls.
-    Further columns: process, node, pid, program_pos, comm_id, rank, kind, op_bytes.
+    `iteration` counts those of the process, `place` is the offset as a share of the iteration. Without iterations the
+    first CALLS of each process, with nulls. Further columns: process, node, pid, program_pos, comm_id, rank, kind,
+    op_bytes.
     """
     if iteration is None or iteration.starts.is_empty():
         none = pl.lit(None, pl.Int64)
@@ -175,7 +176,10 @@ def _placed(calls: pl.DataFrame, operators: pl.DataFrame, iteration: Iteration |
     else:
         starts = (
             iteration.starts.with_columns(begin="program_pos")
-            .with_columns(length=(pl.col("begin").shift(-1) - pl.col("begin")).over("process"))
+            .with_columns(
+                length=(pl.col("begin").shift(-1) - pl.col("begin")).over("process"),
+                iteration=pl.int_range(pl.len()).over("process"),
+            )
             .filter(pl.col("iteration") < ITERATIONS)
         )
         until = starts.select(pl.col("program_pos") + pl.col("length")).to_series().max()

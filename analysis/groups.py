@@ -206,7 +206,7 @@ def _by_averaging(comm: Communicator, jobs: _Jobs, *, rhythm: bool) -> None:
         sure = use.early is not None and (use.sizes > 1 or use.calls < LAYER)
         comm.decide("data", 0.9 if sure else 0.6, "averages gradients")
     elif use.early is None:
-        comm.decide("unknown", 0.2, "without an iteration, sums of gradients and of activations look alike")
+        _by_counting(comm, use, others)
     elif not others:
         if use.sizes > 1:
             comm.decide("data", 0.6, "sums buckets of several sizes")
@@ -220,6 +220,23 @@ def _by_averaging(comm: Communicator, jobs: _Jobs, *, rhythm: bool) -> None:
         comm.decide("unknown", 0.3, "sums over nodes throughout the iteration: activations or gradients")
     else:
         comm.decide("unknown", 0.2, "its AllReduces are neither throughout the iteration nor at its end")
+
+
+def _by_counting(comm: Communicator, use: Use, others: list[Communicator]) -> None:
+    """Sums of activations or of gradients, without an iteration: the former are many and all of one size."""
+    sums = [(other, other.uses["AllReduce"]) for other in others if "AllReduce" in other.uses]
+    if (
+        comm.is_local
+        and use.sizes == 1
+        and any(not other.is_local and LAYER * its.calls <= use.calls for other, its in sums)
+    ):
+        comm.decide("tensor", 0.6, "many sums of one size inside a node, few over nodes")
+    elif not comm.is_local and any(
+        other.is_local and its.sizes == 1 and its.calls >= LAYER * use.calls for other, its in sums
+    ):
+        comm.decide("data", 0.6, "few sums over nodes, many of one size inside a node")
+    else:
+        comm.decide("unknown", 0.2, "without an iteration, sums of gradients and of activations look alike")
 
 
 def _by_silence(comm: Communicator, jobs: _Jobs) -> None:

@@ -40,8 +40,8 @@ class Iteration:
     """The step that a job repeats.
 
     `period_ns` is the median. `boundaries_ns`: when iterations began, by calls: the median over processes of the
-    first call; empty where only traffic tells. `starts` (STARTS): that call of each process, iterations numbered
-    as boundaries_ns are, processes as in calls_of.
+    first call; empty where only traffic tells. `starts` (STARTS): that call of each process, numbered as in calls_of;
+    `iteration` counts as boundaries_ns do, null where its clock is too far off, or too few processes were seen.
     """
 
     period_ns: int
@@ -151,14 +151,12 @@ def _from_calls(calls: pl.DataFrame, operators: pl.DataFrame) -> Iteration | Non
     if full.is_empty():
         return None
     pure = full.select(pl.col("processes").sum() / pl.col("count").sum()).item()
-    numbered = clustered.join(full.select("iteration").with_row_index("number"), on="iteration")
+    numbers = full.select("iteration").with_row_index("number")
+    numbered = clustered.join(numbers, on="iteration", how="left").sort("process", "program_pos")
     where = operators.select("node", "pid")[numbered["row"]]
     return Iteration(
         period_ns,
         full["at_ns"].to_list(),
         round(found.confidence * pure * near.height / processes, 3),
-        numbered.with_columns(where, iteration=pl.col("number"))
-        .select(STARTS.names())
-        .cast(STARTS)
-        .sort("process", "iteration"),
+        numbered.with_columns(where, iteration=pl.col("number")).select(STARTS.names()).cast(STARTS),
     )

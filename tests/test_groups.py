@@ -170,13 +170,23 @@ def test_two_ranks_that_swap_equal_blocks_are_unknown() -> None:
     assert kinds == {"cp": "unknown", "dp": "data", "world": "world"}
 
 
-def test_too_short_a_recording_leaves_sums_unknown() -> None:
+def test_too_short_a_recording_leaves_doubt() -> None:
     job = megatron(EIGHT, THREE)
     groups = found(*operators_of(job, EIGHT, Times.regular(2)))
-    assert {names(job)[group.comm_ids[0]] for group in groups if group.kind == "unknown"} == {"tp", "dp"}
+    assert {KINDS[names(job)[group.comm_ids[0]]] == group.kind for group in groups} == {True}
     for group in groups:
         assert group.confidence <= 0.6
         assert not group.ordered
+    sharded = megatron(EIGHT, THREE, Megatron(sharded=True))
+    groups = found(*operators_of(sharded, EIGHT, Times.regular(2)))
+    assert {names(sharded)[group.comm_ids[0]] for group in groups if group.kind == "unknown"} == {"tp"}
+
+
+def test_a_clock_that_is_a_second_off_changes_no_group() -> None:
+    job = megatron(EIGHT, THREE)
+    operators, comms = operators_of(job, EIGHT, Times.regular(5))
+    wrong = pl.when(pl.col("node") == "node5").then(1_234_567_890).otherwise(0)
+    check(job, found(operators.with_columns(pl.col("call_ns") + wrong), comms))
 
 
 @pytest.mark.parametrize("layout", [THREE, Layout(tensor=4, context=4, data=2, pipeline=2)], ids=str)
