@@ -6,6 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from pulse_bpf.analysis.groups import Group
+from pulse_bpf.analysis.iteration import Iteration
+
 FORMAT, VERSION = "pulse-findings", 1
 ACCUSING = ("gpu", "nic", "node", "link")
 
@@ -59,14 +62,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Findings:
-    """The verdict on a recording. `missing` says what would have been needed where it is undecided."""
+    """The verdict on a recording. `missing` says what would have been needed where it is undecided.
+
+    `groups` and `iteration` describe the job; the latter is None where nothing repeats.
+    """
 
     verdict: Verdict
     window_ns: tuple[int, int]
     findings: list[Finding]
-    groups: list[dict[str, Any]]
+    groups: list[Group]
     coverage: dict[str, Any]
     missing: list[str] = field(default_factory=list)
+    iteration: Iteration | None = None
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -78,7 +85,8 @@ class Findings:
             "version": VERSION,
             "verdict": self.verdict,
             "window_ns": list(self.window_ns),
+            "iteration": None if self.iteration is None else self.iteration.to_dict(),
             "findings": [finding.to_dict(number) for number, finding in enumerate(self.findings, 1)],
-            "groups": self.groups,
+            "groups": [group.to_dict() for group in self.groups],
             "coverage": self.coverage | {"missing": self.missing},
         }

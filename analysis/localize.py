@@ -10,6 +10,8 @@ import polars as pl
 
 from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
+from pulse_bpf.analysis.groups import find_groups
+from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import find_late
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.slow import find_slow
@@ -72,7 +74,10 @@ def localize(
     sure = [
         _with_netdev(finding, tables["nics"]) for finding in sorted(sure, key=lambda item: -item.confidence)
     ]
-    return Findings(verdict, window, sure, _groups(tables["comms"]), coverage, missing)
+    calls = calls_of(operators)
+    iteration = find_iteration(calls, operators)
+    groups = find_groups(calls, operators, tables["comms"], iteration)
+    return Findings(verdict, window, sure, groups, coverage, missing, iteration)
 
 
 def _touches(one: Finding, other: Finding) -> bool:
@@ -176,17 +181,3 @@ def _coverage(
         "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),
         "damaged_parts": damaged,
     }
-
-
-def _groups(comms: pl.DataFrame) -> list[dict[str, Any]]:
-    """The communicators as groups; what role they play in the job is not guessed yet."""
-    grouped = (
-        comms.drop_nulls("comm_id")
-        .group_by("comm_id")
-        .agg(pl.col("rank").unique().sort(), pl.col("nranks").first())
-        .sort("comm_id")
-    )
-    return [
-        {"kind": "unknown", "comm_id": comm, "ranks": ranks, "nranks": nranks, "confidence": 0.0}
-        for comm, ranks, nranks in grouped.iter_rows()
-    ]

@@ -31,9 +31,7 @@ def render(findings: Findings) -> str:
         lines.append("Why it is undecided:" if findings.verdict == "undecided" else "Also:")
         lines += [line for text in findings.missing for line in _wrapped(text, "  - ")]
         lines.append("")
-    for group in findings.groups:
-        seen = len(group["ranks"])
-        lines += _wrapped(f"Communicator {group['comm_id']}: {seen} of {group['nranks']} ranks recorded.", "")
+    lines += _job(findings)
     unattributed = sum(coverage["bytes_unattributed"].values())
     lines += _wrapped(
         f"Coverage: {seconds:.1f} s, {len(coverage['nodes'])} nodes, {coverage['operators']} operators, "
@@ -45,6 +43,28 @@ def render(findings: Findings) -> str:
     )
     lines += [line for part in coverage["damaged_parts"] for line in _wrapped(f"damaged: {part}", "  ")]
     return "\n".join(lines)
+
+
+def _job(findings: Findings) -> list[str]:
+    """The iteration and the parallel groups, a line or two each."""
+    lines = []
+    iteration = findings.iteration
+    if iteration is not None:
+        seen = f", {len(iteration.boundaries_ns)} seen" if iteration.boundaries_ns else ""
+        lines += _wrapped(
+            f"Iteration: {iteration.period_ns / 1e6:.1f} ms{seen} (confidence {iteration.confidence:.0%}).",
+            "",
+        )
+    alike: dict[tuple[str, int, bool], list[float]] = {}
+    for group in findings.groups:
+        alike.setdefault((group.kind, group.nranks, group.inferred), []).append(group.confidence)
+    parts = [
+        f"{len(sure)} {kind} of {size}{', inferred' if inferred else ''} ({min(sure):.0%})"
+        for (kind, size, inferred), sure in alike.items()
+    ]
+    if parts:
+        lines += _wrapped(f"Groups of ranks (confidence): {'; '.join(parts)}.", "")
+    return lines
 
 
 def _finding(number: int, finding: Finding) -> list[str]:
