@@ -170,6 +170,14 @@ def test_two_ranks_that_swap_equal_blocks_are_unknown() -> None:
     assert kinds == {"cp": "unknown", "dp": "data", "world": "world"}
 
 
+def test_a_chain_that_sends_one_way_is_no_ring() -> None:
+    operators, comms = operators_of(megatron(EIGHT, THREE), EIGHT, Times.regular(5))
+    onward = (pl.col("direction") == "tx") == (pl.col("peer_rank") > pl.col("rank"))
+    collective = ~pl.col("kind").is_in(["Group", "Send", "Recv"])
+    groups = found(degraded(operators.filter(collective | onward)), comms)
+    assert {group.kind for group in groups if group.nranks == 4} == {"unknown"}
+
+
 def test_too_short_a_recording_leaves_doubt() -> None:
     job = megatron(EIGHT, THREE)
     groups = found(*operators_of(job, EIGHT, Times.regular(2)))

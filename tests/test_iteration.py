@@ -87,6 +87,12 @@ def test_layers_and_micro_batches_are_no_iterations() -> None:
         assert iteration.period_ns == pytest.approx(PERIOD_NS, rel=0.01)
 
 
+def test_many_micro_batches_and_one_call_are_one_iteration() -> None:
+    job = buckets(FOUR, sizes=(*(range(1_000_000, 7_000_000, 1_000_000)),) * 20 + (BUCKET,))
+    iteration = found(operators_of(job, FOUR, Times.regular(5, waits=False))[0])
+    assert iteration.period_ns == pytest.approx(PERIOD_NS, rel=0.01)
+
+
 def test_a_log_of_every_fifth_iteration_makes_no_iteration_of_five() -> None:
     job = buckets(FOUR, sizes=(BUCKET, BUCKET, 1_000_000), log_every=5)
     times = Times(np.arange(5) * 5 * PERIOD_NS, waits=False)
