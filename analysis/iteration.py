@@ -106,15 +106,16 @@ def find_iteration(calls: pl.DataFrame, operators: pl.DataFrame) -> Iteration | 
     """The iteration of the job that most processes belong to; None where nothing repeats or too little was seen.
 
     `calls` as calls_of has them of `operators`. Assumes that an iteration has a call, or three in a row, that are not
-    made elsewhere in it (the average of the loss, the last bucket of gradients); without such, and without calls, that
-    the rhythm of the traffic is the iteration.
+    made elsewhere in it (the average of the loss, the last bucket of gradients). Where there are no calls, or those of
+    a process are all alike, assumes that the rhythm of the traffic is the iteration.
     """
     for symbol in ("symbol", "unsized"):
         named = calls.select("process", "program_pos", "call_ns", "op_bytes", "row", symbol=symbol)
         found = _from_calls(named, operators)
         if found is not None and found.confidence >= LEAST_SURE:
             return found
-    period = traffic_period(operators)
+    different = calls.group_by("process").agg(pl.col("symbol").n_unique())["symbol"]
+    period = traffic_period(operators) if (different.max() or 0) < 2 else None  # type: ignore[operator]
     return None if period is None else Iteration(period[0], [], period[1], pl.DataFrame(schema=STARTS))
 
 

@@ -11,7 +11,7 @@ BINS, LEAST_BURSTS = 4096, 8
 # Traffic that is as even as this (standard deviation over mean) has no rhythm.
 EVEN = 0.5
 # How much the traffic must resemble itself a period later; the first lag within NEAR of the best is the period.
-LEAST, NEAR = 0.5, 0.9
+LEAST, NEAR = 0.75, 0.9
 
 Floats = NDArray[np.float64]
 
