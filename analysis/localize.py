@@ -41,7 +41,7 @@ def localize(
     aligned = align(operators)
     window = _window(operators, tables)
     coverage = _coverage(operators, flows, tables, damaged)
-    stops = find_stops(aligned, tables["processes"], _watched_until(tables["coverage"], window[1]))
+    stops = find_stops(aligned, tables, window[1])
     losses = find_loss(aligned, tables["events"], flows)
     slow, unexplained = find_slow(aligned)
     found = [*stops.findings, *losses]
@@ -107,12 +107,6 @@ def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tupl
     known_first = [value for value in first if isinstance(value, int)]
     known_last = [value for value in last if isinstance(value, int)]
     return min(known_first, default=0), max(known_last, default=0)
-
-
-def _watched_until(coverage: pl.DataFrame, end_ns: int) -> int:
-    """When the first of the ports' watches ended: what is not seen later says nothing."""
-    ends = coverage.filter(pl.col("nic").is_not_null()).select(pl.col("last_ns").min()).item()
-    return end_ns if ends is None else int(ends)
 
 
 def _missing(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,152 @@
+"""A ring that stands still: from the rank that stopped, the bytes sent rise in both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import polars as pl
+
+EDGE = ["node", "nic", "rank", "pid", "peer_node", "peer_rank"]
+# Flows with less than this share of the largest are no part of the ring.
+MAIN = 0.2
+# A pause of so many bins between two operators is one of the job.
+PAUSE_BINS = 4
+# The lowest node must be below the next by this share of the whole rise, and by so many times what the two ends of
+# the flows differ by.
+MARGIN, ERRORS = 0.05, 2.0
+# The two lowest nodes are one event when the third is so many times further up.
+ALIKE = 3.0
+
+
+@dataclass(frozen=True)
+class Lowest:
+    """The end of a ring's gradient: `processes` of one node, or of two that cannot be told apart.
+
+    `sent` and `next_sent`: bytes of the lowest node and the next one. `gpu`: its proxies went on taking data, so the
+    GPU stopped and not the process.
+    """
+
+    processes: list[tuple[str, int]]
+    sent: float
+    next_sent: float
+    gpu: bool
+
+
+def is_ring(members: pl.DataFrame) -> bool:
+    """Whether each NIC of a node sends to one other node only, in the operators of one communicator."""
+    peers = _main(_edges(members, "tx")).group_by("node", "nic").agg(pl.col("peer_node").n_unique())
+    return not peers.is_empty() and peers["peer_node"].max() == 1
+
+
+def lowest(members: pl.DataFrame) -> Lowest | None:
+    """Who sent the least since the communicator last paused, or since the recording began; None where that is no sure
+    minimum.
+
+    `members` are rows of one communicator. In a ring each rank forwards what it got, so the ranks after the one that
+    stopped send a chunk more each, and those before it what their buffers and slots hold.
+    """
+    edges = _edges(members, "tx")
+    main = _main(edges)
+    since = _last_pause(main)
+    sent = _sent(main, since)
+    nodes = sent.group_by("node").agg(pl.col("bytes").sum()).sort("bytes", "node")
+    if nodes.height < 3:
+        return None
+    low, second, third = (float(nodes["bytes"][place]) for place in range(3))
+    rise = float(nodes["bytes"].max()) - low  # type: ignore[arg-type]
+    error = _difference_of_ends(members, sent, since)
+    if error is not None and second - low < ERRORS * error and third - low < ERRORS * error:
+        return None
+    if rise <= 0 or not _rises(sent, nodes):
+        return None
+    names = [str(name) for name in nodes["node"][:2]]
+    between = sent.filter(pl.col("node").is_in(names), pl.col("peer_node").is_in(names))
+    if third - second > ALIKE * (second - low) and between.height:
+        # What goes into the one that stopped ends with what comes out of it: it is the one in between.
+        names = [str(between["peer_node"][0])]
+    elif second - low < MARGIN * rise or (error is not None and second - low < ERRORS * error):
+        return None
+    node = names[0]
+    out, into = sent.filter(pl.col("node") == node), sent.filter(pl.col("peer_node") == node)
+    taken = float(into["bytes"].sum()) - float(out["bytes"].sum())
+    gpu = taken > 0.5 * (second - low) and names == [str(nodes["node"][0])]
+    # Data enter a node at the GPU of the NIC that takes them: the fewer pass the nearer it is to the one that stopped.
+    by_rank = (
+        into.group_by("peer_rank").agg(pl.col("bytes").sum()).rename({"peer_rank": "rank"})
+        if gpu
+        else out.group_by("rank").agg(pl.col("bytes").sum())
+    ).sort("bytes", "rank")
+    pids = dict(members.filter(pl.col("node") == node).select("rank", "pid").unique().iter_rows())
+    ranks = by_rank["rank"].to_list()
+    clear = len(ranks) == 1 or float(by_rank["bytes"][1] - by_rank["bytes"][0]) >= MARGIN * rise / len(ranks)
+    chosen = ranks[:1] if clear else ranks
+    processes = [(node, int(pids[rank])) for rank in chosen if pids.get(rank) is not None]
+    return Lowest(processes, low, second, gpu and clear) if processes else None
+
+
+def _edges(members: pl.DataFrame, direction: str) -> pl.DataFrame:
+    return members.filter(
+        pl.col("level").is_in(["flow", "traffic"]),
+        pl.col("direction") == direction,
+        pl.col("peer_node").is_not_null(),
+    )
+
+
+def _main(edges: pl.DataFrame) -> pl.DataFrame:
+    total = pl.col("bytes").sum().over(EDGE)
+    return edges.filter(total >= MAIN * total.max())
+
+
+def _last_pause(main: pl.DataFrame) -> int | None:
+    """The last step after which all flows paused; None where they never all did."""
+    calls = main.filter(pl.col("step").is_not_null(), pl.col("bytes") > 0).sort(*EDGE, "step")
+    pause = (pl.col("start_ns").shift(-1) - pl.col("last_byte_ns")).over(EDGE)
+    paused = calls.filter((pause > PAUSE_BINS * pl.col("bin_ns")).fill_null(False))
+    flows = calls.select(EDGE).n_unique()
+    common = paused.group_by("step").agg(pl.len()).filter(pl.col("len") >= flows)["step"].max()
+    return int(common) if isinstance(common, int) else None
+
+
+def _sent(edges: pl.DataFrame, since: int | None) -> pl.DataFrame:
+    """Bytes of each flow group after step `since`, or all."""
+    after = pl.lit(True) if since is None else (pl.col("step") > since).fill_null(False)
+    return edges.group_by(EDGE).agg(pl.col("bytes").filter(after).sum()).sort(EDGE)
+
+
+def _difference_of_ends(members: pl.DataFrame, sent: pl.DataFrame, since: int | None) -> float | None:
+    """By how much the nodes' sums of bytes differ between their two ends; None where receivers are not seen."""
+    received = _sent(_edges(members, "rx"), since).select(
+        node="peer_node", rank="peer_rank", peer_node="node", peer_rank="rank", received="bytes"
+    )
+    both = sent.join(received, on=["node", "rank", "peer_node", "peer_rank"])
+    if both.height < sent.height / 2:
+        return None
+    off = (pl.col("bytes").cast(pl.Int64) - pl.col("received").cast(pl.Int64)).sum().abs()
+    return float(both.group_by("node").agg(off.alias("off"))["off"].max() or 0)  # type: ignore[arg-type]
+
+
+def _rises(sent: pl.DataFrame, nodes: pl.DataFrame) -> bool:
+    """Whether the sums rise from the lowest node along the ring to one highest and fall back, as they must.
+
+    Where the rings of different channels pass the nodes in different orders there is nothing to check.
+    """
+    after = (
+        sent.group_by("node").agg(pl.col("peer_node").unique()).filter(pl.col("peer_node").list.len() == 1)
+    )
+    if after.height < nodes.height:
+        return True
+    following = {str(node): str(peers[0]) for node, peers in after.iter_rows()}
+    total = {str(node): float(amount) for node, amount in nodes.iter_rows()}
+    start = str(nodes["node"][0])
+    walk = [start]
+    while following.get(walk[-1], start) not in walk:
+        walk.append(following[walk[-1]])
+    if len(walk) < nodes.height:
+        return True
+    values = [total[name] for name in walk]
+    top = values.index(max(values))
+    slack = 0.1 * (max(values) - min(values))
+    up = all(later >= earlier - slack for earlier, later in pairwise(values[: top + 1]))
+    down = all(later <= earlier + slack for earlier, later in pairwise(values[top:]))
+    return up and down

@@ -1,0 +1,77 @@
+"""Whether a job stands still: since when nothing of it moves, beside the longest pause it made before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import polars as pl
+
+# Of the longest pause before, and of the time in which anything moved: a longer silence at the end is a stop.
+LONGER, OF_ACTIVE = 1.5, 0.1
+
+
+@dataclass(frozen=True)
+class Silence:
+    """From `since_ns` (by the node that was active last, on its clock) to `end_ns`; `longest_ns` is what came before.
+
+    `until` has node, until_ns: to when each node was watched, on its own clock.
+    """
+
+    since_ns: int
+    end_ns: int
+    longest_ns: int
+    until: pl.DataFrame
+
+    @property
+    def text(self) -> str:
+        length, before = (self.end_ns - self.since_ns) / 1e9, max(0, self.longest_ns) / 1e9
+        return f"{length:.2f} s (no pause before was longer than {before:.3f} s)"
+
+
+def watched_until(coverage: pl.DataFrame, end_ns: int, nodes: pl.Series) -> pl.DataFrame:
+    """node, until_ns: when the first watch of its ports ended, else `end_ns`; later silence says nothing."""
+    ends = (
+        coverage.filter(pl.col("nic").is_not_null())
+        .group_by("node")
+        .agg(pl.col("last_ns").min().alias("until_ns"))
+    )
+    return (
+        pl.DataFrame({"node": nodes.unique()})
+        .join(ends, on="node", how="left")
+        .with_columns(pl.col("until_ns").fill_null(end_ns))
+        .sort("node")
+    )
+
+
+def silence(rows: pl.DataFrame, until: pl.DataFrame) -> Silence | None:
+    """The silence at the end of `rows` (operators of one job with a call), if it is longer than the job's pauses.
+
+    A node is active at its calls and while its flows move bytes, each on the node's own clock, so clocks need not
+    agree. The job is silent when all its nodes are; its pauses before are those of the node that paused longest.
+    """
+    stall_end = pl.col("first_stall_ns") + pl.col("first_stall_len_ns")
+    flows = rows.filter(pl.col("level") == "flow", pl.col("start_ns").is_not_null())
+    spans = pl.concat(
+        [
+            rows.select("node", begin="call_ns", end="call_ns"),
+            flows.select("node", begin="start_ns", end=pl.coalesce("first_stall_ns", "last_byte_ns")),
+            flows.filter(stall_end.is_not_null()).select("node", begin=stall_end, end="last_byte_ns"),
+        ]
+    ).sort("node", "begin")
+    reached = pl.col("end").cum_max().shift().over("node")
+    nodes = (
+        spans.with_columns(pause_ns=pl.col("begin") - reached)
+        .group_by("node")
+        .agg(pl.col("end").max(), pl.col("pause_ns").max().fill_null(0), pl.col("begin").min())
+        .join(until, on="node")
+        .with_columns(quiet_ns=pl.col("until_ns") - pl.col("end"))
+        .sort("quiet_ns", "node")
+    )
+    if nodes.is_empty():
+        return None
+    longest = int(nodes.select(pl.col("pause_ns").max()).item())
+    last = nodes.row(0, named=True)
+    active = int(nodes.select((pl.col("end") - pl.col("begin")).max()).item())
+    if last["quiet_ns"] <= max(LONGER * longest, OF_ACTIVE * active):
+        return None
+    return Silence(int(last["end"]), int(last["until_ns"]), longest, until)

@@ -1,0 +1,324 @@
+"""Who holds up a job that stands still: a rank that never called, or one that stopped inside an operator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import polars as pl
+
+from pulse_bpf.analysis.findings import Evidence
+from pulse_bpf.analysis.gradient import Lowest, is_ring, lowest
+from pulse_bpf.analysis.silence import Silence
+from pulse_bpf.analysis.waits import Process, Waits, direct
+
+PROCESS = ["node", "pid"]
+TWO_SIDED = ["Group", "Send", "Recv"]
+# Smaller operators fit into one message: how far they came says nothing.
+SMALL = 16_384
+# An operator of which this share moved is done, less than this never began: bytes of its neighbours may be in it.
+DONE, BEGUN = 0.995, 0.002
+# Two ranks that differ by less than this share of an operator are as far as each other.
+EVEN = 0.002
+# Stands for the node of a rank that nothing was recorded of.
+UNRECORDED = "?"
+
+
+@dataclass(frozen=True)
+class Root:
+    """Who stopped a job: `suspects` are (node, pid), several where the recording cannot tell them apart."""
+
+    kind: str
+    state: str
+    suspects: list[tuple[str, int]]
+    confidence: float
+    evidence: list[Evidence] = field(default_factory=list)
+    gpu: bool = False
+    comm_id: str | None = None
+
+
+def find_root(job: pl.DataFrame, quiet: Silence) -> Root | str:
+    """The root of a job's standstill, or why there is none; `job` are its operators with `step`."""
+    pending = _pending(job)
+    behind = _behind(job, pending, quiet)
+    if behind is not None:
+        return behind
+    if pending.is_empty():
+        return "every operator that could be followed ended, and no rank called less than the others"
+    return _inside(job, pending, quiet)
+
+
+def _behind(job: pl.DataFrame, pending: pl.DataFrame, quiet: Silence) -> Root | str | None:
+    """The rank that made fewer calls than the others of all its communicators, and waits for none of its own."""
+    key = ["comm_id", *PROCESS, "rank"]
+    last = (
+        job.filter(~pl.col("kind").is_in(TWO_SIDED), pl.col("step").is_not_null())
+        .group_by(key)
+        .agg(pl.col("step").max(), pl.col("call_ns").max())
+        .with_columns(
+            top=pl.col("step").max().over("comm_id"),
+            least=pl.col("step").min().over("comm_id"),
+            seen=pl.len().over("comm_id"),
+        )
+    )
+    behind = (
+        last.group_by(PROCESS)
+        .agg(
+            never=(pl.col("step") < pl.col("top")).any() & (pl.col("step") == pl.col("least")).all(),
+            comm_id=pl.col("comm_id").filter(pl.col("step") < pl.col("top")).first(),
+        )
+        .filter("never")
+        .sort(PROCESS)
+    )
+    # One that is behind alone has stopped. Of several, those that wait for their own operators are held up.
+    if behind.height > 1:
+        behind = behind.join(pending.select(PROCESS).unique(), on=PROCESS, how="anti")
+    if behind.is_empty():
+        return None
+    suspects = list(behind.select(PROCESS).iter_rows())
+    nodes = sorted({node for node, _ in suspects})
+    if len(nodes) > max(1, job["node"].n_unique() // 2):
+        return None
+    comm = str(behind["comm_id"][0])
+    mine = (
+        last.filter(pl.col("comm_id") == comm, pl.col("step") < pl.col("top")).sort("step").row(0, named=True)
+    )
+    ahead = last.filter(pl.col("comm_id") == comm, pl.col("step") > mine["step"])
+    ranks = ", ".join(
+        f"rank {rank} (process {pid} of {node})"
+        for node, pid, rank in last.filter(pl.col("comm_id") == comm)
+        .join(behind.select(PROCESS), on=PROCESS)
+        .sort("rank")
+        .select(*PROCESS, "rank")
+        .iter_rows()
+    )
+    waits = quiet.until.filter(pl.col("node") == mine["node"])["until_ns"][0] - mine["call_ns"]
+    missed = job.filter(pl.col("comm_id") == comm, pl.col("step") == mine["step"] + 1)["kind"].drop_nulls()
+    text = (
+        f"{ranks} has not called {missed[0] if len(missed) else 'its next operator'} (number {mine['step'] + 1} of "
+        f"communicator {comm}), which {ahead.height} others called; its last call was {waits / 1e9:.2f} s before the "
+        f"end, and all that it had called is done. The job is silent for {quiet.text}."
+    )
+    evidence = [Evidence("last_step", float(mine["step"]), float(mine["top"]), 1, text)]
+    return Root("hang", "never entered", suspects, 0.95 if len(nodes) == 1 else 0.6, evidence, False, comm)
+
+
+def _pending(job: pl.DataFrame) -> pl.DataFrame:
+    """One row per operator that a process has called and not done, as far as its flows tell.
+
+    Columns: node, pid, gpu, comm_id, rank, kind, step, program_pos, and per direction the least share that a flow
+    moved (`sent`, `received`; null where none was seen), `edges`: list of {direction, nic, peer_rank, peer_node,
+    share, bytes}. An operator is pending where the last of its flows to move anything stopped short of its volume, and
+    after that: also calls without traffic, if equal ones moved bytes before.
+    """
+    flow = ["comm_id", *PROCESS, "nic", "direction", "peer_rank", "peer_node"]
+    moved = pl.col("share") >= BEGUN
+    flows = (
+        job.filter(pl.col("level") == "flow", pl.col("expected_bytes") >= SMALL)
+        .with_columns(share=pl.col("completion").clip(0, 1).fill_null(0.0))
+        # One that carries control data only, in a source that counts them as data, never does an operator.
+        .filter((pl.col("share") >= DONE).any().over(flow))
+        .with_columns(last=pl.col("program_pos").filter(moved).max().over(flow).cast(pl.Int64).fill_null(-1))
+    )
+    position = pl.col("program_pos").cast(pl.Int64)
+    open_flows = flows.filter(
+        ((position == pl.col("last")) & (pl.col("share") < DONE)) | (position > pl.col("last"))
+    )
+    # All flows of an operator equally far, to the byte, are done: their volume was not known well.
+    op = ["comm_id", "step"]
+    even = (
+        (pl.len().over(op) > 1)
+        & ~pl.col("kind").is_in(TWO_SIDED)
+        & (pl.col("share").max() - pl.col("share").min() < EVEN).over(op)
+        & (pl.col("share").min().over(op) > BEGUN)
+    )
+    whole = pl.len().over(op) == pl.col("members")
+    counts = flows.group_by(op).agg(pl.len().alias("members"))
+    open_flows = open_flows.join(counts, on=op, how="left", nulls_equal=True).filter(
+        ~(even & whole).fill_null(False)
+    )
+    what = [*PROCESS, "comm_id", "kind", "op_bytes"]
+    movers = flows.filter(moved).group_by(what).agg(pl.len())
+    lasts = (
+        flows.filter(moved).group_by(*PROCESS, "comm_id").agg(pl.col("program_pos").max().alias("last_moved"))
+    )
+    silent = (
+        job.filter(pl.col("level") == "call")
+        .join(movers, on=what, how="semi", nulls_equal=True)
+        .join(lasts, on=[*PROCESS, "comm_id"])
+        .filter(pl.col("program_pos") > pl.col("last_moved"))
+        .with_columns(share=pl.lit(None, pl.Float64), direction=pl.lit(None, pl.String))
+    )
+    both = pl.concat(
+        [
+            open_flows.select(
+                *PROCESS,
+                "gpu",
+                "comm_id",
+                "rank",
+                "kind",
+                "step",
+                "program_pos",
+                "direction",
+                "nic",
+                "peer_rank",
+                "peer_node",
+                "share",
+                "bytes",
+                "last_byte_ns",
+            ),
+            silent.select(
+                *PROCESS,
+                "gpu",
+                "comm_id",
+                "rank",
+                "kind",
+                "step",
+                "program_pos",
+                "direction",
+                "nic",
+                "peer_rank",
+                "peer_node",
+                "share",
+                "bytes",
+                "last_byte_ns",
+            ),
+        ]
+    )
+    edge = pl.struct("direction", "nic", "peer_rank", "peer_node", "share", "bytes", "last_byte_ns")
+    return (
+        both.group_by(*PROCESS, "comm_id", "program_pos")
+        .agg(
+            pl.col("gpu", "rank", "kind", "step").first(),
+            pl.col("share").filter(pl.col("direction") == "tx").min().alias("sent"),
+            pl.col("share").filter(pl.col("direction") == "rx").min().alias("received"),
+            edge.filter(pl.col("direction").is_not_null()).alias("edges"),
+        )
+        .sort(*PROCESS, "program_pos")
+    )
+
+
+def _inside(job: pl.DataFrame, pending: pl.DataFrame, quiet: Silence) -> Root | str:
+    """All called, and the operators do not end: who waits on whom, walked to those that wait on nobody else."""
+    first = pending.group_by(PROCESS, maintain_order=True).first()
+    waits = Waits()
+    least: list[Lowest] = []
+    unclear: list[str] = []
+    for (comm,), part in sorted(first.group_by("comm_id"), key=lambda item: str(item[0])):
+        members = job.filter(pl.col("comm_id") == comm)
+        place = {
+            int(rank): (str(node), int(pid))
+            for rank, node, pid in members.select("rank", *PROCESS).unique().drop_nulls().iter_rows()
+        }
+        together = not part["kind"].is_in([*TWO_SIDED, "AlltoAll"]).any() and members["node"].n_unique() > 2
+        if together and is_ring(members):
+            nranks = int(members["nranks"].max() or 0)  # type: ignore[arg-type]
+            if len(place) < nranks:
+                for process in part.select(PROCESS).iter_rows():
+                    waits.add(process, (UNRECORDED, 0), False)
+                continue
+            found = lowest(members)
+            if found is None:
+                unclear.append(f"no rank of communicator {comm} is clearly behind the others")
+                continue
+            least.append(found)
+            for process in part.select(PROCESS).iter_rows():
+                for on in found.processes:
+                    waits.add(process, on, True)
+        elif _out_of_order(members, part) or not direct(waits, part, place, BEGUN, together, UNRECORDED):
+            unclear.append(f"the operators of communicator {comm} could not be told apart well")
+    for group in _local(job):
+        waits.add_local(group & set(waits.on))
+    ends = waits.ends(_life(job, first))
+    nodes = sorted({node for end in ends for node, _ in end})
+    if UNRECORDED in nodes:
+        return "what it waits for may be a rank that was not recorded"
+    if not nodes:
+        return "; ".join(unclear) or "nobody is seen to wait on anybody"
+    if len(nodes) > max(1, job["node"].n_unique() // 2):
+        return f"who stopped first is not to be told: it may be any of {', '.join(nodes)}"
+    suspects = sorted({process for end in ends for process in end})
+    return _root(job, waits, least, suspects, nodes, quiet)
+
+
+def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> bool:
+    """Whether most ranks moved bytes of later operators than the first pending one: then it is not pending.
+
+    Operators of one communicator follow each other. Rings are looked at by their sums, whatever operator they are in.
+    """
+    later = (
+        members.filter(
+            pl.col("level") == "flow", pl.col("completion") >= BEGUN, pl.col("expected_bytes") >= SMALL
+        )
+        .group_by(PROCESS)
+        .agg(pl.col("program_pos").max().alias("moved"))
+        .join(part.select(*PROCESS, "program_pos"), on=PROCESS)
+        .filter(pl.col("moved") > pl.col("program_pos"))
+    )
+    return 2 * later.height > part.height
+
+
+def _local(job: pl.DataFrame) -> list[set[Process]]:
+    """The members of each communicator that lies inside a node."""
+    groups = (
+        job.group_by("comm_id")
+        .agg(pl.col("node").n_unique().alias("nodes"), pl.struct(PROCESS).unique().alias("members"))
+        .filter(pl.col("nodes") == 1)
+    )
+    return [{(row["node"], row["pid"]) for row in members} for members in groups["members"]]
+
+
+def _life(job: pl.DataFrame, first: pl.DataFrame) -> dict[Process, int]:
+    """By process, for how long it moved bytes after its first pending operator did, on its node's clock."""
+    stuck = first.select(
+        *PROCESS, stuck_ns=pl.col("edges").list.eval(pl.element().struct.field("last_byte_ns")).list.max()
+    )
+    last = (
+        job.filter(pl.col("level") == "flow", pl.col("bytes") > SMALL)
+        .group_by(PROCESS)
+        .agg(pl.col("last_byte_ns").max())
+        .join(stuck, on=PROCESS)
+        .drop_nulls()
+    )
+    return {(node, pid): int(last_ns - stuck_ns) for node, pid, last_ns, stuck_ns in last.iter_rows()}
+
+
+def _root(
+    job: pl.DataFrame,
+    waits: Waits,
+    least: list[Lowest],
+    suspects: list[Process],
+    nodes: list[str],
+    quiet: Silence,
+) -> Root:
+    ranks = job.select(*PROCESS, "rank", "comm_id").unique()
+
+    def name(process: Process) -> str:
+        mine = ranks.filter(pl.col("node") == process[0], pl.col("pid") == process[1]).sort("comm_id")
+        return f"process {process[1]} of {process[0]} (rank {mine['rank'][0]})"
+
+    evidence = []
+    for found in least:
+        if found.processes[0] in suspects:
+            text = (
+                f"Since the job last paused {found.processes[0][0]} sent {found.sent / 1e6:.0f} MB in the ring, "
+                f"the next node {found.next_sent / 1e6:.0f} MB, and the others more the further away they are: it "
+                "stopped first."
+            )
+            evidence.append(Evidence("bytes_sent", found.sent, found.next_sent, 1, text))
+    held = sorted({waiting for waiting, on in waits.held if on in suspects and waiting not in suspects})
+    starved = sorted({waiting for waiting, on in waits.starved if on in suspects and waiting not in suspects})
+    whom = ", ".join(name(each) for each in suspects[:4])
+    if not least and held:
+        text = f"{name(held[0])} and {len(held) - 1} others are held in transfers with {whom}, which does not go on."
+        evidence.append(Evidence("held", float(len(held)), None, 1, text))
+    if not least and starved:
+        text = f"{name(starved[0])} got nothing from {whom}."
+        evidence.append(Evidence("starved", float(len(starved)), None, 1, text))
+    text = (
+        f"All ranks called; {len(waits.on) - len(suspects)} processes wait, directly or through others, on "
+        f"{' or '.join(nodes)}, which waits on nobody. The job is silent for {quiet.text}."
+    )
+    evidence.append(Evidence("waiting", float(len(waits.on) - len(suspects)), 0.0, 1, text))
+    gpu = len(suspects) == 1 and any(found.gpu and found.processes == suspects for found in least)
+    confidence = 0.55 if len(nodes) > 1 else 0.9 if least else 0.8 if held else 0.6
+    return Root("hang", "stopped inside", suspects, confidence, evidence, gpu)
