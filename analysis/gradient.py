@@ -17,6 +17,10 @@ PAUSE_BINS = 4
 MARGIN, ERRORS = 0.05, 2.0
 # The two lowest nodes are one event when the third is so many times further up.
 ALIKE = 3.0
+# A node that took so much of the rise more than it sent: its proxies filled its buffers after its GPU had stopped.
+TAKEN = 0.1
+# With a process only the channels through its own NIC stop at once: in the others no node is behind.
+LEVEL = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,16 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
         return None
     if rise <= 0 or not _rises(sent, nodes):
         return None
-    names = [str(name) for name in nodes["node"][:2]]
+    node, names = str(nodes["node"][0]), [str(name) for name in nodes["node"][:2]]
     between = sent.filter(pl.col("node").is_in(names), pl.col("peer_node").is_in(names))
     if third - second > ALIKE * (second - low) and between.height:
         # What goes into the one that stopped ends with what comes out of it: it is the one in between.
-        names = [str(between["peer_node"][0])]
+        node = str(between["peer_node"][0])
     elif second - low < MARGIN * rise or (error is not None and second - low < ERRORS * error):
         return None
-    node = names[0]
     out, into = sent.filter(pl.col("node") == node), sent.filter(pl.col("peer_node") == node)
     taken = float(into["bytes"].sum()) - float(out["bytes"].sum())
-    gpu = taken > 0.5 * (second - low) and names == [str(nodes["node"][0])]
+    gpu = taken > TAKEN * rise and _all_stuck(sent)
     # Data enter a node at the GPU of the NIC that takes them: the fewer pass the nearer it is to the one that stopped.
     by_rank = (
         into.group_by("peer_rank").agg(pl.col("bytes").sum()).rename({"peer_rank": "rank"})
@@ -83,6 +86,12 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
     chosen = ranks[:1] if clear else ranks
     processes = [(node, int(pids[rank])) for rank in chosen if pids.get(rank) is not None]
     return Lowest(processes, low, second, gpu and clear) if processes else None
+
+
+def _all_stuck(sent: pl.DataFrame) -> bool:
+    """Whether the nodes differ on every NIC, as when the kernel of all channels stands still."""
+    spread = sent.group_by("nic").agg(pl.col("bytes").max() - pl.col("bytes").min())["bytes"]
+    return bool((spread >= LEVEL * float(spread.sort()[-1])).all())
 
 
 def _edges(members: pl.DataFrame, direction: str) -> pl.DataFrame:

@@ -66,7 +66,8 @@ def find_mismatch(job: pl.DataFrame, calls_lost: bool) -> Root | None:
         )
     confidence = 0.95 if len(nodes) == 1 else 0.6
     evidence = [Evidence("ranks_that_differ", float(odd.height), float(usual.height), 1, text)]
-    return Root("mismatch", "calls differ", suspects, confidence, evidence, False, comm)
+    first_ns = int(here["call_ns"].min())  # type: ignore[arg-type]
+    return Root("mismatch", "calls differ", suspects, confidence, evidence, comm_id=comm, first_ns=first_ns)
 
 
 def _processes(rows: pl.DataFrame) -> list[Process]:
@@ -93,7 +94,7 @@ def _counted(part: pl.DataFrame) -> pl.DataFrame | None:
     placed = []
     for rows in ranks.values():
         shift = _shift(rows, ranks[reference])
-        if shift is None:
+        if shift is None or not _one_change(rows, ranks[reference], shift):
             return None
         place = pl.int_range(pl.len(), dtype=pl.Int64) + shift
         placed.append(rows.with_columns(number=place))
@@ -119,6 +120,25 @@ def _shift(rows: pl.DataFrame, reference: pl.DataFrame) -> int | None:
         if agreed >= MIN_AGREED and (best is None or (agreed, -apart) > best):
             best, chosen = (agreed, -apart), shift
     return chosen
+
+
+def _one_change(rows: pl.DataFrame, reference: pl.DataFrame, shift: int) -> bool:
+    """Whether one call that was left out, added or replaced explains all by which the two differ.
+
+    Otherwise the sequences may only seem to agree, begun at different places.
+    """
+    what, other = rows["what"].to_numpy(), reference["what"].to_numpy()
+    what, other = what[max(0, -shift) :], other[max(0, shift) :]
+    length = min(len(what), len(other))
+    if np.array_equal(what[:length], other[:length]):
+        return True
+    at = int(np.argmin(what[:length] == other[:length]))
+    for mine, theirs in ((0, 1), (1, 0), (1, 1)):
+        one, two = what[at + mine :], other[at + theirs :]
+        rest = min(len(one), len(two))
+        if np.array_equal(one[:rest], two[:rest]):
+            return True
+    return False
 
 
 def _has_twin(job: pl.DataFrame, process: Process, apart: set[Process]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -11,13 +11,13 @@ from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.mismatch import find_mismatch
 from pulse_bpf.analysis.ports import find_ports
 from pulse_bpf.analysis.silence import Silence, silence, watched_until
-from pulse_bpf.analysis.stuck import Root, find_root
+from pulse_bpf.analysis.stuck import Root, find_behind, find_root
 
 PROCESS = ["node", "pid"]
 # Operators of a job below which its silence says nothing.
 MIN_STEPS = 3
 # Processes that are gone within this of each other ended together.
-TOGETHER_NS = 100_000_000
+TOGETHER_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,28 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     undecided: list[str] = []
     dead = any(finding.cause == "stop" for finding in findings)
     for job in _jobs(rows):
+        if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
+            continue
         quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
-        if quiet is None or job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
-            continue
-        found = _who(job, tables, quiet)
+        found = _going_on(job, until) if quiet is None else _who(job, tables, quiet)
         # A dead port explains a standstill that nothing else but a process that died does.
-        if dead and not (isinstance(found, Finding) and found.kind == "crash"):
-            continue
-        if isinstance(found, Finding):
+        if isinstance(found, Finding) and (found.kind == "crash" or not dead):
             findings.append(found)
-        elif found:
+        elif isinstance(found, str) and found and not dead:
             undecided.append(found)
     return Stop(findings, undecided)
+
+
+def _going_on(job: pl.DataFrame, until: pl.DataFrame) -> Finding | None:
+    """What will stop a job that still moves: calls that do not match by NCCL's own numbers, a rank far behind."""
+    root = find_mismatch(job, True) or find_behind(job, until, None)
+    if root is None:
+        return None
+    end_ns = int(until.filter(pl.col("node").is_in(job["node"].unique().implode()))["until_ns"].max())  # type: ignore[arg-type]
+    last_ns = job.filter(pl.col("node") == root.suspects[0][0], pl.col("pid") == root.suspects[0][1])[
+        "call_ns"
+    ].max()
+    return _finding(job, root, root.first_ns or int(last_ns), end_ns)  # type: ignore[arg-type]
 
 
 def _jobs(rows: pl.DataFrame) -> list[pl.DataFrame]:
@@ -87,43 +97,51 @@ def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence) 
         .sort("gone_ns", *PROCESS, nulls_last=True)
     )
     left = gone.filter(pl.col("gone_ns").is_not_null())
-    root = find_root(job, quiet)
+    root = find_root(job, quiet.until)
     if left.height and (left.height < gone.height or isinstance(root, Root)):
-        crash = _crash(job, left, quiet)
+        crash = _crash(job, gone, quiet)
         if crash is not None:
-            return crash
+            return _finding(job, crash, quiet.since_ns, quiet.end_ns)
     if left.height == gone.height:
-        return "" if isinstance(root, str) else f"all processes of the job ended, {_all(job)}"
+        return (
+            "" if isinstance(root, str) else f"all processes of the job ended inside an operator, {_all(job)}"
+        )
     calls = tables["coverage"].filter(
         pl.col("nic").is_null(), pl.col("node").is_in(job["node"].unique().implode())
     )
     mismatch = find_mismatch(job, bool(calls["lost"].sum()))
     if mismatch is not None:
-        return _finding(job, quiet, mismatch)
+        root = mismatch
     if isinstance(root, str):
-        return f"the job ({_all(job)}) is silent for {quiet.text}: {root}"
-    return _finding(job, quiet, root)
+        return f"the job of {_all(job)} stands still: {root}. {quiet.text}"
+    silent = Evidence(
+        "silence_ns", float(quiet.end_ns - quiet.since_ns), float(quiet.longest_ns), 1, quiet.text
+    )
+    return _finding(job, replace(root, evidence=[*root.evidence, silent]), quiet.since_ns, quiet.end_ns)
 
 
 def _all(job: pl.DataFrame) -> str:
     return f"{job.select(PROCESS).n_unique()} ranks of {job['comm_id'].n_unique()} communicators"
 
 
-def _crash(job: pl.DataFrame, left: pl.DataFrame, quiet: Silence) -> Finding | None:
-    """The first process to go, while the others were still there for a while or are still."""
-    if left.height > 1 and left["gone_ns"][1] - left["gone_ns"][0] <= TOGETHER_NS:
+def _crash(job: pl.DataFrame, gone: pl.DataFrame, quiet: Silence) -> Root | None:
+    """The processes that went first, of one node, while the others were still there for a while or are still."""
+    first_ns = int(gone["gone_ns"][0])
+    first = gone.filter(pl.col("gone_ns") <= first_ns + TOGETHER_NS)
+    if first["node"].n_unique() > 1 or first.height == gone.height:
         return None
-    node, pid, gone_ns = left.row(0)
-    calls = job.filter(pl.col("node") == node, pl.col("pid") == pid)
-    others = job.select(PROCESS).n_unique() - 1
+    suspects = list(first.select(PROCESS).iter_rows())
+    ranks = job.join(first.select(PROCESS), on=PROCESS)["rank"].unique().sort().to_list()
+    pids, named = ", ".join(str(pid) for _, pid in suspects), ", ".join(map(str, ranks))
     text = (
-        f"Process {pid} of {node} (rank {calls['rank'][0]}) is gone, and the {others} other ranks of its job stand "
-        f"still for {quiet.text}."
+        f"Process {pids} of {suspects[0][0]} (rank {named} in its communicators) is gone; the "
+        f"{gone.height - first.height} others of the job were still there."
     )
-    root = Root(
-        "crash", "process gone", [(node, pid)], 0.97, [Evidence("gone_ns", float(gone_ns), None, 1, text)]
-    )
-    return _finding(job, quiet, root)
+    evidence = [
+        Evidence("gone_ns", float(first_ns), None, 1, text),
+        Evidence("silence_ns", float(quiet.end_ns - quiet.since_ns), float(quiet.longest_ns), 1, quiet.text),
+    ]
+    return Root("crash", "process gone", suspects, 0.97, evidence)
 
 
 _CHECKS = {
@@ -134,7 +152,7 @@ _CHECKS = {
 }
 
 
-def _finding(job: pl.DataFrame, quiet: Silence, root: Root) -> Finding:
+def _finding(job: pl.DataFrame, root: Root, first_ns: int, last_ns: int) -> Finding:
     """The finding about `root`: one process or node of it, or a group of nodes."""
     calls = job.join(
         pl.DataFrame(root.suspects, schema={"node": pl.String, "pid": pl.Int64}, orient="row"), on=PROCESS
@@ -153,9 +171,9 @@ def _finding(job: pl.DataFrame, quiet: Silence, root: Root) -> Finding:
         scope="group" if group else "gpu" if on_gpu else "node",
         confidence=root.confidence,
         slowdown=0.0,
-        first_ns=quiet.since_ns,
-        last_ns=quiet.end_ns,
-        lost_ns=quiet.end_ns - quiet.since_ns,
+        first_ns=first_ns,
+        last_ns=last_ns,
+        lost_ns=last_ns - first_ns,
         state=root.state,
         evidence=root.evidence,
         node=None if group else nodes[0],

@@ -8,7 +8,7 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.gradient import Lowest, is_ring, lowest
-from pulse_bpf.analysis.silence import Silence
+from pulse_bpf.analysis.silence import activity
 from pulse_bpf.analysis.waits import Process, Waits, direct
 
 PROCESS = ["node", "pid"]
@@ -19,13 +19,18 @@ SMALL = 16_384
 DONE, BEGUN = 0.995, 0.002
 # Two ranks that differ by less than this share of an operator are as far as each other.
 EVEN = 0.002
+# So many times its longest pause a process must have done nothing to have stopped while the job goes on.
+STALLED = 2.0
 # Stands for the node of a rank that nothing was recorded of.
 UNRECORDED = "?"
 
 
 @dataclass(frozen=True)
 class Root:
-    """Who stopped a job: `suspects` are (node, pid), several where the recording cannot tell them apart."""
+    """Who stopped a job: `suspects` are (node, pid), several where the recording cannot tell them apart.
+
+    `gpu`: it is the GPU of the one suspect. `first_ns`: since when, if not since the job is silent.
+    """
 
     kind: str
     state: str
@@ -34,72 +39,80 @@ class Root:
     evidence: list[Evidence] = field(default_factory=list)
     gpu: bool = False
     comm_id: str | None = None
+    first_ns: int | None = None
 
 
-def find_root(job: pl.DataFrame, quiet: Silence) -> Root | str:
-    """The root of a job's standstill, or why there is none; `job` are its operators with `step`."""
+def find_root(job: pl.DataFrame, until: pl.DataFrame) -> Root | str:
+    """The root of the standstill of a silent `job` (its operators with `step`), or why there is none.
+
+    `until` has node, until_ns: to when each node was watched.
+    """
     pending = _pending(job)
-    behind = _behind(job, pending, quiet)
+    behind = find_behind(job, until, pending)
     if behind is not None:
         return behind
     if pending.is_empty():
         return "every operator that could be followed ended, and no rank called less than the others"
-    return _inside(job, pending, quiet)
+    return _inside(job, pending)
 
 
-def _behind(job: pl.DataFrame, pending: pl.DataFrame, quiet: Silence) -> Root | str | None:
-    """The rank that made fewer calls than the others of all its communicators, and waits for none of its own."""
+def find_behind(job: pl.DataFrame, until: pl.DataFrame, pending: pl.DataFrame | None) -> Root | None:
+    """The rank that made fewer calls than the others of all its communicators, and waits for none of its own.
+
+    With `pending` None the job goes on for now: then only one process that is behind alone counts, and only if it and
+    those that wait for its call have been so for longer than it ever paused.
+    """
     key = ["comm_id", *PROCESS, "rank"]
     last = (
         job.filter(~pl.col("kind").is_in(TWO_SIDED), pl.col("step").is_not_null())
         .group_by(key)
         .agg(pl.col("step").max(), pl.col("call_ns").max())
-        .with_columns(
-            top=pl.col("step").max().over("comm_id"),
-            least=pl.col("step").min().over("comm_id"),
-            seen=pl.len().over("comm_id"),
-        )
+        .with_columns(top=pl.col("step").max().over("comm_id"), least=pl.col("step").min().over("comm_id"))
     )
+    short = pl.col("step") < pl.col("top")
     behind = (
-        last.group_by(PROCESS)
+        last.sort(pl.col("top") - pl.col("step"), "comm_id", descending=True)
+        .group_by(PROCESS, maintain_order=True)
         .agg(
-            never=(pl.col("step") < pl.col("top")).any() & (pl.col("step") == pl.col("least")).all(),
-            comm_id=pl.col("comm_id").filter(pl.col("step") < pl.col("top")).first(),
+            never=short.any() & (pl.col("step") == pl.col("least")).all(),
+            comm_id=pl.col("comm_id").first(),
         )
         .filter("never")
         .sort(PROCESS)
     )
     # One that is behind alone has stopped. Of several, those that wait for their own operators are held up.
-    if behind.height > 1:
+    if behind.height > 1 and pending is not None:
         behind = behind.join(pending.select(PROCESS).unique(), on=PROCESS, how="anti")
-    if behind.is_empty():
+    nodes = behind["node"].unique().sort().to_list()
+    if behind.is_empty() or len(nodes) > max(1, job["node"].n_unique() // 2):
         return None
-    suspects = list(behind.select(PROCESS).iter_rows())
-    nodes = sorted({node for node, _ in suspects})
-    if len(nodes) > max(1, job["node"].n_unique() // 2):
+    if pending is None and behind.height > 1:
         return None
     comm = str(behind["comm_id"][0])
-    mine = (
-        last.filter(pl.col("comm_id") == comm, pl.col("step") < pl.col("top")).sort("step").row(0, named=True)
-    )
-    ahead = last.filter(pl.col("comm_id") == comm, pl.col("step") > mine["step"])
+    members = last.filter(pl.col("comm_id") == comm)
+    mine = members.join(behind.select(PROCESS), on=PROCESS).sort("step", "rank")
+    step = int(mine["step"][0])
+    missed = job.filter(pl.col("comm_id") == comm, pl.col("step") == step + 1)
+    waiting = missed.join(until, on="node").select(pl.col("until_ns") - pl.col("call_ns")).min().item()
+    if waiting is None:
+        return None
+    if pending is None:
+        its = activity(job.filter(pl.col("op_seq").is_not_null()), until, PROCESS).join(behind, on=PROCESS)
+        if min(int(waiting), int(its["quiet_ns"][0])) < STALLED * max(0, int(its["pause_ns"][0])):
+            return None
     ranks = ", ".join(
         f"rank {rank} (process {pid} of {node})"
-        for node, pid, rank in last.filter(pl.col("comm_id") == comm)
-        .join(behind.select(PROCESS), on=PROCESS)
-        .sort("rank")
-        .select(*PROCESS, "rank")
-        .iter_rows()
+        for node, pid, rank in mine.select(*PROCESS, "rank").iter_rows()
     )
-    waits = quiet.until.filter(pl.col("node") == mine["node"])["until_ns"][0] - mine["call_ns"]
-    missed = job.filter(pl.col("comm_id") == comm, pl.col("step") == mine["step"] + 1)["kind"].drop_nulls()
     text = (
-        f"{ranks} has not called {missed[0] if len(missed) else 'its next operator'} (number {mine['step'] + 1} of "
-        f"communicator {comm}), which {ahead.height} others called; its last call was {waits / 1e9:.2f} s before the "
-        f"end, and all that it had called is done. The job is silent for {quiet.text}."
+        f"{ranks} never called {missed['kind'][0]}, call {step + 1} of communicator {comm}, in which "
+        f"{members.filter(pl.col('step') > step).height} others have waited for {waiting / 1e9:.2f} s at least; it is "
+        "behind in all its communicators."
     )
-    evidence = [Evidence("last_step", float(mine["step"]), float(mine["top"]), 1, text)]
-    return Root("hang", "never entered", suspects, 0.95 if len(nodes) == 1 else 0.6, evidence, False, comm)
+    evidence = [Evidence("last_step", float(step), float(mine["top"][0]), 1, text)]
+    confidence = 0.6 if len(nodes) > 1 else 0.95 if pending is not None else 0.75
+    suspects = list(behind.select(PROCESS).iter_rows())
+    return Root("hang", "never entered", suspects, confidence, evidence, comm_id=comm)
 
 
 def _pending(job: pl.DataFrame) -> pl.DataFrame:
@@ -197,7 +210,7 @@ def _pending(job: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _inside(job: pl.DataFrame, pending: pl.DataFrame, quiet: Silence) -> Root | str:
+def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     """All called, and the operators do not end: who waits on whom, walked to those that wait on nobody else."""
     first = pending.group_by(PROCESS, maintain_order=True).first()
     waits = Waits()
@@ -237,7 +250,7 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame, quiet: Silence) -> Root | 
     if len(nodes) > max(1, job["node"].n_unique() // 2):
         return f"who stopped first is not to be told: it may be any of {', '.join(nodes)}"
     suspects = sorted({process for end in ends for process in end})
-    return _root(job, waits, least, suspects, nodes, quiet)
+    return _root(job, waits, least, suspects, nodes)
 
 
 def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> bool:
@@ -288,7 +301,6 @@ def _root(
     least: list[Lowest],
     suspects: list[Process],
     nodes: list[str],
-    quiet: Silence,
 ) -> Root:
     ranks = job.select(*PROCESS, "rank", "comm_id").unique()
 
@@ -316,7 +328,7 @@ def _root(
         evidence.append(Evidence("starved", float(len(starved)), None, 1, text))
     text = (
         f"All ranks called; {len(waits.on) - len(suspects)} processes wait, directly or through others, on "
-        f"{' or '.join(nodes)}, which waits on nobody. The job is silent for {quiet.text}."
+        f"{' or '.join(nodes)}, which waits on nobody."
     )
     evidence.append(Evidence("waiting", float(len(waits.on) - len(suspects)), 0.0, 1, text))
     gpu = len(suspects) == 1 and any(found.gpu and found.processes == suspects for found in least)
