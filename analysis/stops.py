@@ -43,14 +43,14 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     until = watched_until(tables["coverage"], end_ns, aligned["node"].drop_nulls())
     findings = find_ports(aligned, tables["events"], end_ns)
     undecided: list[str] = []
-    dead = any(finding.cause == "stop" for finding in findings)
+    dead = bool(findings)
     for job in _jobs(rows):
         if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
             continue
         quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
         found = _going_on(job, until) if quiet is None else _who(job, tables, quiet)
-        # A dead port explains a standstill that nothing else but a process that died does.
-        if isinstance(found, Finding) and (found.kind == "crash" or not dead):
+        # A port that was down explains a standstill, unless a process died or calls do not match.
+        if isinstance(found, Finding) and (found.kind != "hang" or not dead):
             findings.append(found)
         elif isinstance(found, str) and found and not dead:
             undecided.append(found)

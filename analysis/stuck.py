@@ -21,6 +21,8 @@ DONE, BEGUN = 0.995, 0.002
 EVEN = 0.002
 # So many times its longest pause a process must have done nothing to have stopped while the job goes on.
 STALLED = 2.0
+# Of the ranks in direct transfers, those that seem to be ahead of themselves, above which operators are mixed up.
+MIXED = 0.25
 # Stands for the node of a rank that nothing was recorded of.
 UNRECORDED = "?"
 
@@ -216,28 +218,30 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     waits = Waits()
     least: list[Lowest] = []
     unclear: list[str] = []
+    transfers: list[tuple[str, pl.DataFrame, pl.DataFrame, bool]] = []
     for (comm,), part in sorted(first.group_by("comm_id"), key=lambda item: str(item[0])):
         members = job.filter(pl.col("comm_id") == comm)
-        place = {
-            int(rank): (str(node), int(pid))
-            for rank, node, pid in members.select("rank", *PROCESS).unique().drop_nulls().iter_rows()
-        }
+        # Collectives among them tie the steps of all ranks together: who is at a later one has passed the earlier.
+        if part["step"].null_count() == 0 and not members["kind"].drop_nulls().is_in(TWO_SIDED).all():
+            earliest = part.filter(pl.col("step") == pl.col("step").min())
+            part = earliest if earliest.height > 1 else part
         together = not part["kind"].is_in([*TWO_SIDED, "AlltoAll"]).any() and members["node"].n_unique() > 2
-        if together and is_ring(members):
-            nranks = int(members["nranks"].max() or 0)  # type: ignore[arg-type]
-            if len(place) < nranks:
-                for process in part.select(PROCESS).iter_rows():
-                    waits.add(process, (UNRECORDED, 0), False)
-                continue
-            found = lowest(members)
-            if found is None:
-                unclear.append(f"no rank of communicator {comm} is clearly behind the others")
-                continue
-            least.append(found)
-            for process in part.select(PROCESS).iter_rows():
-                for on in found.processes:
-                    waits.add(process, on, True)
-        elif _out_of_order(members, part) or not direct(waits, part, place, BEGUN, together, UNRECORDED):
+        if not together or not is_ring(members):
+            transfers.append((str(comm), part, members, together))
+            continue
+        last = lowest(members) if _whole(members) else Lowest([(UNRECORDED, 0)], 0.0, 0.0, False)
+        if last is None:
+            unclear.append(f"no rank of communicator {comm} is clearly behind the others")
+            continue
+        least.append(last)
+        for process in part.select(PROCESS).iter_rows():
+            for on in last.processes:
+                waits.add(process, on, True)
+    later = [_out_of_order(members, part) for _, part, members, _ in transfers]
+    ranks = [part.height for _, part, _, _ in transfers]
+    for (comm, part, members, tree), off in zip(transfers, later, strict=True):
+        mixed = 2 * off > part.height or sum(later) > MIXED * sum(ranks)
+        if mixed or not direct(waits, part, _places(members), BEGUN, tree, UNRECORDED):
             unclear.append(f"the operators of communicator {comm} could not be told apart well")
     for group in _local(job):
         waits.add_local(group & set(waits.on))
@@ -253,21 +257,35 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     return _root(job, waits, least, suspects, nodes)
 
 
-def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> bool:
-    """Whether most ranks moved bytes of later operators than the first pending one: then it is not pending.
+def _whole(members: pl.DataFrame) -> bool:
+    """Whether all ranks of the communicator were recorded."""
+    return bool((members["rank"].n_unique() >= members["nranks"].drop_nulls()).all())
+
+
+def _places(members: pl.DataFrame) -> dict[int, Process]:
+    """The process of each rank."""
+    rows = members.select("rank", *PROCESS).unique().drop_nulls()
+    return {int(rank): (str(node), int(pid)) for rank, node, pid in rows.iter_rows()}
+
+
+def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> int:
+    """How many ranks sent bytes of later operators than the first pending one: then it is not pending.
 
     Operators of one communicator follow each other. Rings are looked at by their sums, whatever operator they are in.
     """
     later = (
         members.filter(
-            pl.col("level") == "flow", pl.col("completion") >= BEGUN, pl.col("expected_bytes") >= SMALL
+            pl.col("level") == "flow",
+            pl.col("direction") == "tx",
+            pl.col("completion") >= BEGUN,
+            pl.col("expected_bytes") >= SMALL,
         )
         .group_by(PROCESS)
         .agg(pl.col("program_pos").max().alias("moved"))
         .join(part.select(*PROCESS, "program_pos"), on=PROCESS)
         .filter(pl.col("moved") > pl.col("program_pos"))
     )
-    return 2 * later.height > part.height
+    return later.height
 
 
 def _local(job: pl.DataFrame) -> list[set[Process]]:

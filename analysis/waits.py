@@ -9,6 +9,8 @@ import polars as pl
 Process = tuple[str, int]
 # A process that moved bytes for so long after what it is stuck in has not stopped.
 ALIVE_NS = 2_000_000
+# What a sender may be ahead of its receiver: NCCL's buffer of 4 MiB (NCCL_BUFFSIZE), and twice that for two channels.
+SLOTS_BYTES = 2 * 4 * 2**20 + 65_536
 # Of an operator, what the two ends of a pair may differ by on how much of it moved.
 APART = 0.05
 
@@ -74,6 +76,11 @@ class Waits:
         named = {process for pair in pairs for process in pair if process[0] in nodes}
         if len(nodes) == 1:
             return named
+        # Where both got nothing from each other, what one provably holds up decides.
+        held = {(waiting[0], on[0]) for waiting, on in self.held if (waiting, on) in pairs}
+        holding = {on for _, on in held} - {waiting for waiting, _ in held}
+        if len(holding) == 1:
+            return {on for waiting, on in self.held if (waiting, on) in pairs and on[0] in holding}
         if len(nodes) == 2:
             still = {process for process in named if life_ns.get(process, 0) <= ALIVE_NS}
             return still if len({node for node, _ in still}) == 1 else named
@@ -87,26 +94,35 @@ def direct(
 
     One that sent a part and no more waits on its receiver, whose slots are full. Where nothing was sent, the
     receiver waits on the sender; in a tree that may be because it is not its turn. False, and nothing is added, where
-    the two ends of a pair disagree: then the operators were not told apart well.
+    the two ends of a pair disagree, for then the operators were not told apart well.
     """
     seen = pairs(part)
     if seen.filter(pl.col("apart") > APART).height:
         return False
+    # In a tree that stopped half-way all hold up all: only at its beginning it shows who did not join.
+    if tree and seen.filter(pl.col("share") >= begun, pl.col("bytes") > SLOTS_BYTES / 2).height:
+        return False
     # That several receivers stopped at once is less likely than that their one sender did.
     one_sender = seen.height > 1 and seen["src"].n_unique() == 1 and not tree
-    for src, dst, share in seen.select("src", "dst", "share").iter_rows():
+    for src, dst, share, ahead in seen.select(
+        "src", "dst", "share", pl.col("bytes") <= SLOTS_BYTES
+    ).iter_rows():
         one, other = (place.get(rank, (unrecorded, int(rank))) for rank in (src, dst))
         if one_sender:
             waits.add(other, one, share >= begun)
-        elif share >= begun:
+        elif share >= begun and ahead:
             waits.add(one, other, True)
+        elif share >= begun:
+            # More than the receiver's slots hold: either of the two may have stopped.
+            waits.add(one, other, False)
+            waits.add(other, one, False)
         elif not tree:
             waits.add(other, one, False)
     return True
 
 
 def pairs(part: pl.DataFrame) -> pl.DataFrame:
-    """src, dst (ranks), the share sent and by how much the two ends differ on it, of each pair pending in `part`."""
+    """src, dst (ranks), share and bytes sent and by how much the ends differ on it, of each pair pending in `part`."""
     sends = pl.col("direction") == "tx"
     return (
         part.select("rank", "edges")
@@ -117,9 +133,10 @@ def pairs(part: pl.DataFrame) -> pl.DataFrame:
             src=pl.when(sends).then("rank").otherwise("peer_rank"),
             dst=pl.when(sends).then("peer_rank").otherwise("rank"),
             share="share",
+            bytes="bytes",
         )
         .drop_nulls(["src", "dst"])
         .group_by("src", "dst")
-        .agg(pl.col("share").max(), apart=pl.col("share").max() - pl.col("share").min())
+        .agg(pl.col("share", "bytes").max(), apart=pl.col("share").max() - pl.col("share").min())
         .sort("src", "dst")
     )
