@@ -10,7 +10,10 @@ PORT = ["node", "nic", "port"]
 
 
 def find_ports(aligned: pl.DataFrame, events: pl.DataFrame, end_ns: int) -> list[Finding]:
-    """A finding for each port that carried operators of the job and was seen to go down before `end_ns`."""
+    """A finding for each port that carried traffic and was seen to go down before `end_ns`.
+
+    Less sure where no operator is known to have used it.
+    """
     downs = (
         events.filter(pl.col("kind").is_in(["port_down", "port_up"]), pl.col("t_ns") <= end_ns)
         .sort(*PORT, "t_ns", "kind")
@@ -23,9 +26,10 @@ def find_ports(aligned: pl.DataFrame, events: pl.DataFrame, end_ns: int) -> list
         )
         .filter(pl.col("downs") > 0)
     )
-    flows = aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0)
+    flows = aligned.filter(pl.col("level") != "nic", pl.col("bytes") > 0)
     used = flows.group_by(PORT).agg(
         pl.col("last_byte_ns").max(),
+        (pl.col("level") == "flow").any().alias("by_operators"),
     )
     everyone = aligned["node"].drop_nulls().unique().sort()
     return [
@@ -50,7 +54,7 @@ def _finding(row: dict[str, object], end_ns: int, everyone: pl.Series) -> Findin
         kind="nic-down",
         cause="stop" if row["stays"] else "nic",
         scope="nic",
-        confidence=0.97 if row["stays"] else 0.9,
+        confidence=(0.97 if row["stays"] else 0.9) if row["by_operators"] else 0.8,
         slowdown=0.0,
         first_ns=first_ns,
         last_ns=last_ns,

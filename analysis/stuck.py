@@ -344,11 +344,15 @@ def _root(
     if not least and starved:
         text = f"{name(starved[0])} got nothing from {whom}."
         evidence.append(Evidence("starved", float(len(starved)), None, 1, text))
+    others = len(waits.on) - len(suspects)
     text = (
-        f"All ranks called; {len(waits.on) - len(suspects)} processes wait, directly or through others, on "
-        f"{' or '.join(nodes)}, which waits on nobody."
+        f"All ranks called. {others} processes wait, directly or through others, on {' or '.join(nodes)}, "
+        "which waits on nobody."
+        if len(nodes) == 1
+        else f"All ranks called. {' and '.join(nodes)} hold each other up, {others} processes wait on them, and nothing "
+        "tells which one stopped: look at both."
     )
-    evidence.append(Evidence("waiting", float(len(waits.on) - len(suspects)), 0.0, 1, text))
+    evidence.append(Evidence("waiting", float(others), 0.0, 1, text))
     gpu = len(suspects) == 1 and any(found.gpu and found.processes == suspects for found in least)
     confidence = 0.55 if len(nodes) > 1 else 0.9 if least else 0.8 if held else 0.6
     return Root("hang", "stopped inside", suspects, confidence, evidence, gpu)
