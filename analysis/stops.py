@@ -1,4 +1,4 @@
-"""Hangs, crashes, mismatched calls and dead ports: a job that stands still, and who stopped it."""
+"""Hangs, crashes and mismatched calls: a job that stands still, and who stopped it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.mismatch import find_mismatch
-from pulse_bpf.analysis.ports import find_ports
 from pulse_bpf.analysis.silence import Silence, silence, watched_until
 from pulse_bpf.analysis.stuck import Root, find_behind, find_root
 
@@ -31,9 +30,8 @@ class Stop:
 def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns: int) -> Stop:
     """Jobs that stand still at the end of the recording (`end_ns` where coverage does not say), and who stopped them.
 
-    In this order: a process that is gone, a port that went down and stayed so, calls that do not match, a rank that
-    never made the call the others wait in, a rank that stopped inside an operator. Uses of the tables: processes,
-    coverage, events.
+    In this order: a process that is gone, calls that do not match, a rank that never made the call the others wait in,
+    a rank that stopped inside an operator. Uses of the tables: processes, coverage.
     """
     rows = aligned.filter(
         pl.col("level").is_in(["flow", "call", "traffic"]),
@@ -41,18 +39,16 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
         pl.col("covered").fill_null(True),
     )
     until = watched_until(tables["coverage"], end_ns, aligned["node"].drop_nulls())
-    findings = find_ports(aligned, tables["events"], end_ns)
+    findings: list[Finding] = []
     undecided: list[str] = []
-    dead = bool(findings)
     for job in _jobs(rows):
         if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
             continue
         quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
         found = _going_on(job, until) if quiet is None else _who(job, tables, quiet)
-        # A port that was down explains a standstill, unless a process died or calls do not match.
-        if isinstance(found, Finding) and (found.kind != "hang" or not dead):
+        if isinstance(found, Finding):
             findings.append(found)
-        elif isinstance(found, str) and found and not dead:
+        elif found:
             undecided.append(found)
     return Stop(findings, undecided)
 

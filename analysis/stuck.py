@@ -349,8 +349,8 @@ def _root(
         f"All ranks called. {others} processes wait, directly or through others, on {' or '.join(nodes)}, "
         "which waits on nobody."
         if len(nodes) == 1
-        else f"All ranks called. {' and '.join(nodes)} hold each other up, {others} processes wait on them, and nothing "
-        "tells which one stopped: look at both."
+        else f"All ranks called. {' and '.join(nodes)} hold each other up, {others} processes wait on them, and "
+        "nothing tells which one stopped: look at both."
     )
     evidence.append(Evidence("waiting", float(others), 0.0, 1, text))
     gpu = len(suspects) == 1 and any(found.gpu and found.processes == suspects for found in least)

@@ -13,12 +13,11 @@ from pulse_bpf.analysis import analyze
 from pulse_bpf.analysis.gradient import is_ring, lowest
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.mismatch import find_mismatch
-from pulse_bpf.analysis.ports import find_ports
 from pulse_bpf.analysis.silence import silence
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.waits import Waits
 from pulse_bpf.lab.sim.simulate import simulate
-from pulse_bpf.schema import EVENTS, empty
+from pulse_bpf.schema import empty
 
 MS, MB = 1_000_000, 1_000_000
 A, B, C, D = (("a", 1), ("b", 2), ("c", 3), ("d", 4))
@@ -230,31 +229,6 @@ def test_of_two_ranks_both_are_named_unless_a_third_process_does_as_one() -> Non
     found = find_mismatch(pl.concat([two, other]), False)
     assert found is not None
     assert found.suspects == [B]
-
-
-def port_events(*kinds: str) -> pl.DataFrame:
-    made = [
-        {"node": "a", "nic": "n0", "port": 1, "t_ns": (10 + place) * MS, "kind": kind, "value": 1}
-        for place, kind in enumerate(kinds)
-    ]
-    return pl.DataFrame(made, schema=EVENTS)
-
-
-def test_a_port_that_went_down_is_named_if_the_job_uses_it() -> None:
-    foreign = ring(a=10, b=20, c=30).with_columns(
-        port=pl.lit(1, pl.UInt8), level=pl.lit("unattributed"), last_byte_ns=pl.lit(9 * MS, pl.Int64)
-    )
-    assert find_ports(foreign, port_events("port_down"), 30 * MS)[0].confidence < 0.9
-    used = ring(a=10, b=20, c=30).with_columns(
-        port=pl.lit(1, pl.UInt8), last_byte_ns=pl.lit(9 * MS, pl.Int64)
-    )
-    down = find_ports(used, port_events("port_down"), 30 * MS)
-    assert [(item.node, item.nic, item.state, item.cause) for item in down] == [("a", "n0", "down", "stop")]
-    assert "NETDEV" in str(down[0].next_check)
-    flapped = find_ports(used, port_events("port_down", "port_up"), 30 * MS)
-    assert [(item.state, item.cause) for item in flapped] == [("flapping", "nic")]
-    assert find_ports(used, port_events("port_up"), 30 * MS) == []
-    assert find_ports(used.filter(pl.col("node") != "a"), port_events("port_down"), 30 * MS) == []
 
 
 def busy(node: str, *spans: tuple[int, int]) -> list[dict[str, Any]]:
