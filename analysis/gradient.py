@@ -1,4 +1,4 @@
-"""A ring that stands still: from the rank that stopped, the bytes sent rise in both directions."""
+"""A ring or tree that stands still: the rank that stopped has sent the least, and in a ring the bytes rise from it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ ALIKE = 3.0
 TAKEN = 0.1
 # With a process only the channels through its own NIC stop at once: in the others no node is behind.
 LEVEL = 0.1
+
+# Of a tree's operator, shares sent that are none, and from which on a node surely joined or differs from another.
+NOTHING, JOINED = 0.002, 0.03
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,45 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
     chosen = ranks[:1] if clear else ranks
     processes = [(node, int(pids[rank])) for rank in chosen if pids.get(rank) is not None]
     return Lowest(processes, low, second, gpu and clear) if processes else None
+
+
+def least_of_tree(members: pl.DataFrame, part: pl.DataFrame) -> list[tuple[str, int]]:
+    """The processes of the node that sent nothing in a tree's first pending operators `part` while all others began.
+
+    Otherwise those of the two nodes that sent the smallest shares of their volumes: in a tree these depend on the role,
+    and who is above the one that stopped sends little more. Empty where even that leaves more than two.
+    """
+    edges = part.select("step", "edges").explode("edges").unnest("edges")
+    step, nics = edges["step"].min(), edges["nic"].drop_nulls().unique()
+    flows = _main(_edges(members, "tx")).filter(
+        pl.col("nic").is_in(nics.implode()), pl.col("step").is_not_null()
+    )
+    here = flows.filter(pl.col("step") == step)
+    sizes = here["op_bytes"].drop_nulls()
+    if sizes.is_empty():
+        return []
+    # Of a process that moved nothing there are no flows in this operator: what it should move shows in equal ones.
+    wanted = (
+        flows.filter(pl.col("op_bytes") == sizes[0]).group_by(EDGE).agg(pl.col("expected_bytes").median())
+    )
+    sent = here.group_by(EDGE).agg(pl.col("bytes").sum())
+    shares = (
+        wanted.join(sent, on=EDGE, how="left", nulls_equal=True)
+        .group_by("node")
+        .agg(share=pl.col("bytes").sum() / pl.col("expected_bytes").sum(), pids=pl.col("pid").unique().sort())
+        .sort("share", "node")
+    )
+    if shares.height < 3:
+        return []
+    share = shares["share"]
+    count = 1 if share[0] <= NOTHING and share[1] >= JOINED else 2
+    if count == 2 and share[2] - share[1] < JOINED:
+        return []
+    return [
+        (str(node), int(pid))
+        for node, pids in shares.head(count).select("node", "pids").iter_rows()
+        for pid in pids
+    ]
 
 
 def _all_stuck(sent: pl.DataFrame) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence
-from pulse_bpf.analysis.gradient import Lowest, is_ring, lowest
+from pulse_bpf.analysis.gradient import Lowest, is_ring, least_of_tree, lowest
 from pulse_bpf.analysis.silence import activity
 from pulse_bpf.analysis.waits import Process, Waits, direct
 
@@ -218,7 +218,7 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     waits = Waits()
     least: list[Lowest] = []
     unclear: list[str] = []
-    transfers: list[tuple[str, pl.DataFrame, pl.DataFrame, bool]] = []
+    transfers: list[tuple[str, pl.DataFrame, pl.DataFrame]] = []
     for (comm,), part in sorted(first.group_by("comm_id"), key=lambda item: str(item[0])):
         members = job.filter(pl.col("comm_id") == comm)
         # Collectives among them tie the steps of all ranks together: who is at a later one has passed the earlier.
@@ -226,22 +226,27 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
             earliest = part.filter(pl.col("step") == pl.col("step").min())
             part = earliest if earliest.height > 1 else part
         together = not part["kind"].is_in([*TWO_SIDED, "AlltoAll"]).any() and members["node"].n_unique() > 2
-        if not together or not is_ring(members):
-            transfers.append((str(comm), part, members, together))
+        if not together:
+            transfers.append((str(comm), part, members))
             continue
-        last = lowest(members) if _whole(members) else Lowest([(UNRECORDED, 0)], 0.0, 0.0, False)
-        if last is None:
+        if not _whole(members):
+            last = [(UNRECORDED, 0)]
+        elif is_ring(members):
+            found = lowest(members)
+            last = found.processes if found else []
+            least += [found] if found else []
+        else:
+            last = least_of_tree(members, part)
+        if not last:
             unclear.append(f"no rank of communicator {comm} is clearly behind the others")
-            continue
-        least.append(last)
         for process in part.select(PROCESS).iter_rows():
-            for on in last.processes:
+            for on in last:
                 waits.add(process, on, True)
-    later = [_out_of_order(members, part) for _, part, members, _ in transfers]
-    ranks = [part.height for _, part, _, _ in transfers]
-    for (comm, part, members, tree), off in zip(transfers, later, strict=True):
+    later = [_out_of_order(members, part) for _, part, members in transfers]
+    ranks = [part.height for _, part, _ in transfers]
+    for (comm, part, members), off in zip(transfers, later, strict=True):
         mixed = 2 * off > part.height or sum(later) > MIXED * sum(ranks)
-        if mixed or not direct(waits, part, _places(members), BEGUN, tree, UNRECORDED):
+        if mixed or not direct(waits, part, _places(members), BEGUN, UNRECORDED):
             unclear.append(f"the operators of communicator {comm} could not be told apart well")
     for group in _local(job):
         waits.add_local(group & set(waits.on))

@@ -88,22 +88,19 @@ class Waits:
 
 
 def direct(
-    waits: Waits, part: pl.DataFrame, place: dict[int, Process], begun: float, tree: bool, unrecorded: str
+    waits: Waits, part: pl.DataFrame, place: dict[int, Process], begun: float, unrecorded: str
 ) -> bool:
-    """Adds what the first pending operators of one communicator, `part`, say of direct transfers or of a tree.
+    """Adds what the first pending operators of one communicator, `part`, say of direct transfers.
 
     One that sent a part and no more waits on its receiver, whose slots are full. Where nothing was sent, the
-    receiver waits on the sender; in a tree that may be because it is not its turn. False, and nothing is added, where
-    the two ends of a pair disagree, for then the operators were not told apart well.
+    receiver waits on the sender. False, and nothing is added, where the two ends of a pair disagree, for then the
+    operators were not told apart well.
     """
     seen = pairs(part)
     if seen.filter(pl.col("apart") > APART).height:
         return False
-    # In a tree that stopped half-way all hold up all: only at its beginning it shows who did not join.
-    if tree and seen.filter(pl.col("share") >= begun, pl.col("bytes") > SLOTS_BYTES / 2).height:
-        return False
     # That several receivers stopped at once is less likely than that their one sender did.
-    one_sender = seen.height > 1 and seen["src"].n_unique() == 1 and not tree
+    one_sender = seen.height > 1 and seen["src"].n_unique() == 1
     for src, dst, share, ahead in seen.select(
         "src", "dst", "share", pl.col("bytes") <= SLOTS_BYTES
     ).iter_rows():
@@ -116,7 +113,7 @@ def direct(
             # More than the receiver's slots hold: either of the two may have stopped.
             waits.add(one, other, False)
             waits.add(other, one, False)
-        elif not tree:
+        else:
             waits.add(other, one, False)
     return True
 
