@@ -14,11 +14,14 @@ MAIN = 0.2
 PAUSE_BINS = 4
 # The lowest node must be below the next by this share of the whole rise, and by so many times what the two ends of
 # the flows differ by.
-MARGIN, ERRORS = 0.05, 2.0
-# The two lowest nodes are one event when the third is so many times further up.
-ALIKE = 3.0
+MARGIN, ERRORS = 0.1, 2.0
+# What comes out after the lowest edge, over what goes into it: little more than nothing where both end in the node
+# between, a chunk over the slots of two where it went on taking data.
+SLICE, FORWARDED = 0.33, 0.4
+# No channel's buffers in a node hold more: 4 MiB (NCCL_BUFFSIZE) for each of 16 GPUs.
+MOST_HELD = 64 * 2**20
 # A node that took so much of the rise more than it sent: its proxies filled its buffers after its GPU had stopped.
-TAKEN = 0.1
+TAKEN = 0.2
 # With a process only the channels through its own NIC stop at once: in the others no node is behind.
 LEVEL = 0.1
 
@@ -67,16 +70,19 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
         return None
     if rise <= 0 or not _rises(sent, nodes):
         return None
-    node, names = str(nodes["node"][0]), [str(name) for name in nodes["node"][:2]]
-    between = sent.filter(pl.col("node").is_in(names), pl.col("peer_node").is_in(names))
-    if third - second > ALIKE * (second - low) and between.height:
-        # What goes into the one that stopped ends with what comes out of it: it is the one in between.
-        node = str(between["peer_node"][0])
-    elif second - low < MARGIN * rise or (error is not None and second - low < ERRORS * error):
+    stuck = _all_stuck(sent)
+    ends = _ends(sent, stuck)
+    if not ends or (
+        error is not None and second - low < ERRORS * error and len(ends) == 1 and ends[0] == nodes["node"][0]
+    ):
         return None
+    if len(ends) == 2:
+        both = members.filter(pl.col("node").is_in(ends)).select("node", "pid").unique().sort("node", "pid")
+        return Lowest([(str(name), int(pid)) for name, pid in both.iter_rows()], low, second, False)
+    node = ends[0]
     out, into = sent.filter(pl.col("node") == node), sent.filter(pl.col("peer_node") == node)
     taken = float(into["bytes"].sum()) - float(out["bytes"].sum())
-    gpu = taken > TAKEN * rise and _all_stuck(sent)
+    gpu = taken > TAKEN * rise and stuck
     # Data enter a node at the GPU of the NIC that takes them: the fewer pass the nearer it is to the one that stopped.
     by_rank = (
         into.group_by("peer_rank").agg(pl.col("bytes").sum()).rename({"peer_rank": "rank"})
@@ -85,10 +91,41 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
     ).sort("bytes", "rank")
     pids = dict(members.filter(pl.col("node") == node).select("rank", "pid").unique().iter_rows())
     ranks = by_rank["rank"].to_list()
-    clear = len(ranks) == 1 or float(by_rank["bytes"][1] - by_rank["bytes"][0]) >= MARGIN * rise / len(ranks)
+    clear = (
+        len(ranks) == 1 or float(by_rank["bytes"][1] - by_rank["bytes"][0]) >= MARGIN * rise / len(ranks) / 2
+    )
     chosen = ranks[:1] if clear else ranks
     processes = [(node, int(pids[rank])) for rank in chosen if pids.get(rank) is not None]
     return Lowest(processes, low, second, gpu and clear) if processes else None
+
+
+def _ends(sent: pl.DataFrame, stuck: bool) -> list[str]:
+    """The node that stopped, or the two of which it is one, by the edges of the ring; empty where none stands out.
+
+    With a GPU all channels stop, and those after it send the least. With a process or a NIC one channel stops, into
+    the node and out of it at once, or nearly so.
+    """
+    nodes = sent.group_by("node").agg(pl.col("bytes").sum()).sort("bytes", "node")
+    several = sent["nic"].n_unique() > 1
+    least = str(nodes["node"][0])
+    low, second = float(nodes["bytes"][0]), float(nodes["bytes"][1])
+    rise = float(nodes["bytes"].sort()[-1]) - low
+    if several and stuck:
+        return [least] if second - low >= MARGIN * rise else [least, str(nodes["node"][1])]
+    spread = sent.with_columns(spread=(pl.col("bytes").max() - pl.col("bytes").min()).over("nic"))
+    lane = spread.filter(pl.col("spread") == pl.col("spread").max()).sort("bytes")
+    start, end, lowest_bytes = str(lane["node"][0]), str(lane["peer_node"][0]), float(lane["bytes"][0])
+    into = lane.filter(pl.col("peer_node") == start)["bytes"]
+    out = lane.filter(pl.col("node") == end)["bytes"]
+    if into.is_empty() or out.is_empty():
+        return []
+    before, after = float(into[0]) - lowest_bytes, float(out[0]) - lowest_bytes
+    if max(before, after) > MOST_HELD:
+        return []
+    # Out of it less than into it, or as much: where it stopped. Less after it only by a chunk: it still took data.
+    if before <= after or after >= FORWARDED * before:
+        return [start]
+    return [end] if after <= SLICE * before else [start, end]
 
 
 def least_of_tree(members: pl.DataFrame, part: pl.DataFrame) -> list[tuple[str, int]]:

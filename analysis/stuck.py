@@ -19,6 +19,8 @@ SMALL = 16_384
 DONE, BEGUN = 0.995, 0.002
 # Two ranks that differ by less than this share of an operator are as far as each other.
 EVEN = 0.002
+# Calls so far apart in time are not of one burst.
+APART_NS = 5_000_000
 # So many times its longest pause a process must have done nothing to have stopped while the job goes on.
 STALLED = 2.0
 # Of the ranks in direct transfers, those that seem to be ahead of themselves, above which operators are mixed up.
@@ -65,11 +67,19 @@ def find_behind(job: pl.DataFrame, until: pl.DataFrame, pending: pl.DataFrame | 
     those that wait for its call have been so for longer than it ever paused.
     """
     key = ["comm_id", *PROCESS, "rank"]
+    # Where calls are only counted, equal ones in quick succession may be matched wrongly: then time decides.
+    numbered = pl.col("nccl_seq").null_count().over("comm_id") == 0
+    before_ns = pl.col("quiet_ns") - pl.col("quiet_ns").min().over("comm_id")
+    top = pl.col("step").max().over("comm_id")
     last = (
         job.filter(~pl.col("kind").is_in(TWO_SIDED), pl.col("step").is_not_null())
+        .with_columns(numbered=numbered)
         .group_by(key)
-        .agg(pl.col("step").max(), pl.col("call_ns").max())
-        .with_columns(top=pl.col("step").max().over("comm_id"), least=pl.col("step").min().over("comm_id"))
+        .agg(pl.col("step").max(), pl.col("call_ns").max(), pl.col("numbered").first())
+        .join(until, on="node")
+        .with_columns(quiet_ns=pl.col("until_ns") - pl.col("call_ns"))
+        .with_columns(step=pl.when(pl.col("numbered") | (before_ns >= APART_NS)).then("step").otherwise(top))
+        .with_columns(top=top, least=pl.col("step").min().over("comm_id"))
     )
     short = pl.col("step") < pl.col("top")
     behind = (
@@ -215,6 +225,7 @@ def _pending(job: pl.DataFrame) -> pl.DataFrame:
 def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     """All called, and the operators do not end: who waits on whom, walked to those that wait on nobody else."""
     first = pending.group_by(PROCESS, maintain_order=True).first()
+    elsewhere = pending.join(first, on=[*PROCESS, "comm_id"], how="anti").select(*PROCESS, "comm_id")
     waits = Waits()
     least: list[Lowest] = []
     unclear: list[str] = []
@@ -226,6 +237,8 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
             earliest = part.filter(pl.col("step") == pl.col("step").min())
             part = earliest if earliest.height > 1 else part
         together = not part["kind"].is_in([*TWO_SIDED, "AlltoAll"]).any() and members["node"].n_unique() > 2
+        if together and elsewhere.filter(pl.col("comm_id") == comm).height:
+            continue
         if not together:
             transfers.append((str(comm), part, members))
             continue

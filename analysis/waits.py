@@ -99,27 +99,32 @@ def direct(
     seen = pairs(part)
     if seen.filter(pl.col("apart") > APART).height:
         return False
+    # Who sent something is there, and who sent all of an exchange and still waits for its part of it.
+    there = (pl.col("sent") >= begun) | (
+        pl.col("sent").is_null() & (pl.col("edges").list.len() > 0) & ~pl.col("kind").is_in(["Send", "Recv"])
+    )
+    alive = set(part.filter(there)["rank"]) | (set(place) - set(part["rank"]))
     # That several receivers stopped at once is less likely than that their one sender did.
     one_sender = seen.height > 1 and seen["src"].n_unique() == 1
-    for src, dst, share, ahead in seen.select(
-        "src", "dst", "share", pl.col("bytes") <= SLOTS_BYTES
-    ).iter_rows():
+    rows = seen.select("src", "dst", "share", "by_sender", pl.col("bytes") <= SLOTS_BYTES)
+    for src, dst, share, by_sender, ahead in rows.iter_rows():
         one, other = (place.get(rank, (unrecorded, int(rank))) for rank in (src, dst))
-        if one_sender:
-            waits.add(other, one, share >= begun)
+        if one_sender and share >= begun:
+            waits.add(other, one, True)
         elif share >= begun and ahead:
             waits.add(one, other, True)
-        elif share >= begun:
-            # More than the receiver's slots hold: either of the two may have stopped.
-            waits.add(one, other, False)
-            waits.add(other, one, False)
         else:
             waits.add(other, one, False)
+            # Either of the two may have stopped where more passed than the receiver's slots hold, and where the
+            # sender is there but nothing shows that its receiver is.
+            if share >= begun or (by_sender and dst not in alive):
+                waits.add(one, other, False)
     return True
 
 
 def pairs(part: pl.DataFrame) -> pl.DataFrame:
-    """src, dst (ranks), share and bytes sent and by how much the ends differ on it, of each pair pending in `part`."""
+    """Of each pair pending in `part`: src and dst (ranks), share and bytes sent, whether the sender is at it, and
+    by how much the two ends differ on the share (`apart`)."""
     sends = pl.col("direction") == "tx"
     return (
         part.select("rank", "edges")
@@ -131,9 +136,14 @@ def pairs(part: pl.DataFrame) -> pl.DataFrame:
             dst=pl.when(sends).then("peer_rank").otherwise("rank"),
             share="share",
             bytes="bytes",
+            by_sender=sends,
         )
         .drop_nulls(["src", "dst"])
         .group_by("src", "dst")
-        .agg(pl.col("share", "bytes").max(), apart=pl.col("share").max() - pl.col("share").min())
+        .agg(
+            pl.col("share", "bytes").max(),
+            pl.col("by_sender").any(),
+            apart=pl.col("share").max() - pl.col("share").min(),
+        )
         .sort("src", "dst")
     )
