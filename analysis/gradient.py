@@ -232,6 +232,8 @@ def _rises(sent: pl.DataFrame, nodes: pl.DataFrame) -> bool:
         walk.append(following[walk[-1]])
     if len(walk) < nodes.height:
         return True
+    if not set(walk) <= set(total):
+        return False
     values = [total[name] for name in walk]
     top = values.index(max(values))
     slack = 0.1 * (max(values) - min(values))

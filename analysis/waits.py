@@ -9,8 +9,9 @@ import polars as pl
 Process = tuple[str, int]
 # A process that moved bytes for so long after what it is stuck in has not stopped.
 ALIVE_NS = 2_000_000
-# What a sender may be ahead of its receiver: NCCL's buffer of 4 MiB (NCCL_BUFFSIZE), and twice that for two channels.
-SLOTS_BYTES = 2 * 4 * 2**20 + 65_536
+# A sender that fills its receiver's slots and no more has sent NCCL's buffers, on one channel or a few: 1 MiB for a
+# point-to-point connection (8 steps of NCCL_P2P_NET_CHUNKSIZE), 4 MiB for others (NCCL_BUFFSIZE). Headers add 2 %.
+PAIR_BYTES, RING_BYTES, MOST_CHANNELS, HEADERS = 2**20, 4 * 2**20, 2, 0.03
 # Of an operator, what the two ends of a pair may differ by on how much of it moved.
 APART = 0.05
 
@@ -79,7 +80,7 @@ class Waits:
         # Where both got nothing from each other, what one provably holds up decides.
         held = {(waiting[0], on[0]) for waiting, on in self.held if (waiting, on) in pairs}
         holding = {on for _, on in held} - {waiting for waiting, _ in held}
-        if len(holding) == 1:
+        if len(holding) == 1 and len(nodes) == 2:
             return {on for waiting, on in self.held if (waiting, on) in pairs and on[0] in holding}
         if len(nodes) == 2:
             still = {process for process in named if life_ns.get(process, 0) <= ALIVE_NS}
@@ -99,27 +100,45 @@ def direct(
     seen = pairs(part)
     if seen.filter(pl.col("apart") > APART).height:
         return False
+    if seen.is_empty() and part.height == len(place) == 2:
+        # Both are at it, and nothing was sent at all.
+        one, other = place.values()
+        waits.add(one, other, False)
+        waits.add(other, one, False)
     # Who sent something is there, and who sent all of an exchange and still waits for its part of it.
     there = (pl.col("sent") >= begun) | (
         pl.col("sent").is_null() & (pl.col("edges").list.len() > 0) & ~pl.col("kind").is_in(["Send", "Recv"])
     )
     alive = set(part.filter(there)["rank"]) | (set(place) - set(part["rank"]))
+    pairwise = part["kind"].is_in(["Group", "Send", "Recv", "AlltoAll"]).any()
+    buffer = PAIR_BYTES if pairwise else RING_BYTES
     # That several receivers stopped at once is less likely than that their one sender did.
     one_sender = seen.height > 1 and seen["src"].n_unique() == 1
-    rows = seen.select("src", "dst", "share", "by_sender", pl.col("bytes") <= SLOTS_BYTES)
-    for src, dst, share, by_sender, ahead in rows.iter_rows():
+    amounts = {(src, dst): int(sent) for src, dst, sent in seen.select("src", "dst", "bytes").iter_rows()}
+    for src, dst, share, sent, by_sender in seen.drop("apart").iter_rows():
+        # Of two ranks in a ring each sends as much as it got, and what the other's buffer holds.
+        more = sent if pairwise else sent - amounts.get((dst, src), 0)
+        if more < 0 and _filled(-more, buffer):
+            continue
+        filled = _filled(more, buffer)
         one, other = (place.get(rank, (unrecorded, int(rank))) for rank in (src, dst))
         if one_sender and share >= begun:
             waits.add(other, one, True)
-        elif share >= begun and ahead:
+        elif share >= begun and filled:
             waits.add(one, other, True)
         else:
             waits.add(other, one, False)
-            # Either of the two may have stopped where more passed than the receiver's slots hold, and where the
-            # sender is there but nothing shows that its receiver is.
+            # Either of the two may have stopped where it did not end with the receiver's slots, and where the sender
+            # is there but nothing shows that its receiver is.
             if share >= begun or (by_sender and dst not in alive):
                 waits.add(one, other, False)
     return True
+
+
+def _filled(sent: int, buffer: int) -> bool:
+    """Whether `sent` is what `buffer` of each channel holds."""
+    channels = round(sent / buffer)
+    return 1 <= channels <= MOST_CHANNELS and abs(sent / buffer / channels - 1) <= HEADERS
 
 
 def pairs(part: pl.DataFrame) -> pl.DataFrame:
@@ -141,7 +160,8 @@ def pairs(part: pl.DataFrame) -> pl.DataFrame:
         .drop_nulls(["src", "dst"])
         .group_by("src", "dst")
         .agg(
-            pl.col("share", "bytes").max(),
+            pl.col("share").max(),
+            pl.col("bytes").max(),
             pl.col("by_sender").any(),
             apart=pl.col("share").max() - pl.col("share").min(),
         )

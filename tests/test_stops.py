@@ -15,7 +15,7 @@ from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.mismatch import find_mismatch
 from pulse_bpf.analysis.silence import silence
 from pulse_bpf.analysis.stops import find_stops
-from pulse_bpf.analysis.waits import Waits
+from pulse_bpf.analysis.waits import Waits, direct
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import empty
 
@@ -86,36 +86,56 @@ def ring(**sent: float) -> pl.DataFrame:
     )
 
 
-def test_in_a_ring_the_one_that_sent_least_stopped() -> None:
-    found = lowest(ring(a=30, b=10, c=17, d=24))
+def test_after_a_gpu_that_stopped_each_sends_a_chunk_more_and_before_it_buffers_fill() -> None:
+    found = lowest(ring(a=30, b=10, c=20, d=30))
     assert found is not None
     assert found.processes == [B]
+    assert found.gpu
 
 
-def test_what_goes_into_a_stopped_process_ends_with_what_comes_out() -> None:
-    """The flow from b to c is the lowest by chance; that from c follows at once, so it is c that stopped."""
-    found = lowest(ring(a=30, b=10.0, c=10.5, d=24))
+@pytest.mark.parametrize(
+    "sent", [{"a": 30, "b": 10.0, "c": 10.5, "d": 20}, {"a": 40, "b": 40, "c": 10.0, "d": 20, "e": 30}]
+)
+def test_what_goes_into_a_stopped_process_ends_with_what_comes_out(sent: dict[str, float]) -> None:
+    """Which of the two flows ended with fewer bytes is chance."""
+    if "e" in sent:
+        sent["b"] = 10.5
+    found = lowest(ring(**sent))
     assert found is not None
     assert found.processes == [C]
     assert not found.gpu
 
 
-def test_a_gpu_stopped_whose_buffers_were_filled() -> None:
-    found = lowest(ring(a=20, b=10, c=17, d=24))
+def test_between_the_two_patterns_both_ends_of_the_lowest_edge_are_suspects() -> None:
+    found = lowest(ring(a=30, b=10, c=17.2, d=24))
     assert found is not None
-    assert found.gpu
+    assert found.processes == [B, C]
+
+
+def test_with_several_channels_only_the_one_of_the_process_that_stopped_is_behind() -> None:
+    other = ring(a=50, b=50, c=50, d=50).with_columns(nic=pl.lit("n1"), rank=pl.col("rank") + 4)
+    found = lowest(pl.concat([ring(a=30, b=10, c=20, d=30), other.with_columns(pid=pl.col("pid") + 10)]))
+    assert found is not None
+    assert found.processes == [B]
+    assert not found.gpu
 
 
 @pytest.mark.parametrize(
     "sent",
-    [{"a": 10, "b": 10, "c": 10, "d": 10}, {"a": 10, "b": 40, "c": 12, "d": 45, "e": 20}, {"a": 10, "b": 20}],
+    [
+        {"a": 10, "b": 10, "c": 10, "d": 10},
+        {"a": 10, "b": 40, "c": 12, "d": 45, "e": 20},
+        {"a": 10, "b": 20},
+        {"a": 410, "b": 210, "c": 310, "d": 410},
+        {"a": 210, "b": 10, "c": 110, "d": 210},
+    ],
 )
 def test_without_a_gradient_nobody_is_named(sent: dict[str, float]) -> None:
     assert lowest(ring(**sent)) is None
 
 
 def test_ends_that_disagree_by_more_than_the_gradient_name_nobody() -> None:
-    tx = ring(a=30, b=10, c=17, d=24)
+    tx = ring(a=30, b=10, c=20, d=30)
     rx = tx.with_columns(
         direction=pl.lit("rx"),
         node="peer_node",
@@ -179,6 +199,78 @@ def test_inside_a_node_one_waits_for_the_others() -> None:
     second = ("a", 9)
     assert waits([(C, A), (second, B)], []).ends({}) == [{A}, {B}]
     assert waits([(C, A), (second, B)], [], {A, second}).ends({}) == [{B}]
+
+
+def pending(kind: str, *made: dict[str, Any]) -> pl.DataFrame:
+    """First pending operators of ranks: `sent` share, and edges as (direction, peer, share, bytes in MiB)."""
+    return pl.DataFrame(
+        [
+            {
+                "rank": row["rank"],
+                "kind": kind,
+                "sent": row.get("sent"),
+                "edges": [
+                    {"direction": way, "peer_rank": peer, "share": share, "bytes": int(mebi * 2**20)}
+                    for way, peer, share, mebi in row["edges"]
+                ],
+            }
+            for row in made
+        ],
+        schema_overrides={"sent": pl.Float64},
+    )
+
+
+def held_and_starved(part: pl.DataFrame) -> tuple[set[Any], set[Any]]:
+    made = Waits()
+    assert direct(made, part, {0: A, 1: B, 2: C}, 0.002, "?")
+    return made.held, made.starved
+
+
+def test_a_sender_that_filled_the_slots_waits_on_its_receiver() -> None:
+    one = {"rank": 0, "sent": 0.1, "edges": [("tx", 1, 0.1, 1.0), ("rx", 1, 0.0, 0.0)]}
+    assert held_and_starved(pending("Group", one)) == ({(A, B)}, {(A, B)})
+
+
+def test_where_more_passed_than_slots_hold_either_may_have_stopped() -> None:
+    one = {"rank": 0, "sent": 0.4, "edges": [("tx", 1, 0.4, 3.6)]}
+    assert held_and_starved(pending("Group", one)) == (set(), {(A, B), (B, A)})
+
+
+def test_a_receiver_of_which_nothing_is_seen_may_have_stopped_as_well() -> None:
+    sends = {"rank": 0, "sent": 0.0, "edges": [("tx", 1, 0.0, 0.0)]}
+    mute = {"rank": 1, "edges": []}
+    assert held_and_starved(pending("Group", sends, mute)) == (set(), {(A, B), (B, A)})
+    done = {"rank": 1, "edges": [("rx", 0, 0.0, 0.0)]}
+    assert held_and_starved(pending("Group", sends, done)) == (set(), {(B, A)})
+
+
+def test_of_two_ranks_in_a_ring_the_one_that_sent_a_buffer_more_waits() -> None:
+    ahead = {"rank": 0, "sent": 0.2, "edges": [("tx", 1, 0.2, 20.0), ("rx", 1, 0.16, 16.0)]}
+    assert held_and_starved(pending("AllReduce", ahead)) == ({(A, B)}, set())
+    even = {"rank": 0, "sent": 0.2, "edges": [("tx", 1, 0.2, 20.0), ("rx", 1, 0.19, 19.0)]}
+    assert held_and_starved(pending("AllReduce", even)) == (set(), {(A, B), (B, A)})
+
+
+def test_several_receivers_of_one_sender_did_not_all_stop() -> None:
+    one = {"rank": 0, "sent": 0.4, "edges": [("tx", 1, 0.4, 3.6), ("tx", 2, 0.3, 2.7)]}
+    assert held_and_starved(pending("Group", one)) == ({(B, A), (C, A)}, set())
+
+
+def test_ends_that_disagree_say_nothing() -> None:
+    part = pending(
+        "Group",
+        {"rank": 0, "sent": 0.4, "edges": [("tx", 1, 0.4, 3.6)]},
+        {"rank": 1, "edges": [("rx", 0, 0.6, 5.4)]},
+    )
+    assert not direct(Waits(), part, {0: A, 1: B}, 0.002, "?")
+
+
+def test_a_rank_that_was_not_recorded_may_be_the_one() -> None:
+    made = Waits()
+    assert direct(
+        made, pending("Group", {"rank": 0, "sent": 0.1, "edges": [("tx", 7, 0.1, 1.0)]}), {0: A}, 0.002, "?"
+    )
+    assert made.held == {(A, ("?", 7))}
 
 
 def calls(**kinds: str) -> pl.DataFrame:
