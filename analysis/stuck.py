@@ -173,42 +173,9 @@ def _pending(job: pl.DataFrame) -> pl.DataFrame:
         .filter(pl.col("program_pos") > pl.col("last_moved"))
         .with_columns(share=pl.lit(None, pl.Float64), direction=pl.lit(None, pl.String))
     )
-    both = pl.concat(
-        [
-            open_flows.select(
-                *PROCESS,
-                "gpu",
-                "comm_id",
-                "rank",
-                "kind",
-                "step",
-                "program_pos",
-                "direction",
-                "nic",
-                "peer_rank",
-                "peer_node",
-                "share",
-                "bytes",
-                "last_byte_ns",
-            ),
-            silent.select(
-                *PROCESS,
-                "gpu",
-                "comm_id",
-                "rank",
-                "kind",
-                "step",
-                "program_pos",
-                "direction",
-                "nic",
-                "peer_rank",
-                "peer_node",
-                "share",
-                "bytes",
-                "last_byte_ns",
-            ),
-        ]
-    )
+    columns = [*PROCESS, "gpu", "comm_id", "rank", "kind", "step", "program_pos"]
+    columns += ["direction", "nic", "peer_rank", "peer_node", "share", "bytes", "last_byte_ns"]
+    both = pl.concat([open_flows.select(columns), silent.select(columns)])
     edge = pl.struct("direction", "nic", "peer_rank", "peer_node", "share", "bytes", "last_byte_ns")
     return (
         both.group_by(*PROCESS, "comm_id", "program_pos")
@@ -307,11 +274,15 @@ def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> int:
 
 
 def _local(job: pl.DataFrame) -> list[set[Process]]:
-    """The members of each communicator that lies inside a node."""
+    """The members of each communicator that lies inside a node, as far as all of them were recorded."""
     groups = (
         job.group_by("comm_id")
-        .agg(pl.col("node").n_unique().alias("nodes"), pl.struct(PROCESS).unique().alias("members"))
-        .filter(pl.col("nodes") == 1)
+        .agg(
+            pl.col("node").n_unique().alias("nodes"),
+            pl.col("nranks").max(),
+            pl.struct(PROCESS).unique().alias("members"),
+        )
+        .filter(pl.col("nodes") == 1, pl.col("members").list.len() >= pl.col("nranks"))
     )
     return [{(row["node"], row["pid"]) for row in members} for members in groups["members"]]
 
@@ -348,9 +319,9 @@ def _root(
     for found in least:
         if found.processes[0] in suspects:
             text = (
-                f"Since the job last paused {found.processes[0][0]} sent {found.sent / 1e6:.0f} MB in the ring, "
-                f"the next node {found.next_sent / 1e6:.0f} MB, and the others more the further away they are: it "
-                "stopped first."
+                f"Since it last paused or the recording began {found.processes[0][0]} sent {found.sent / 1e6:.0f} MB "
+                f"in the ring, the next node {found.next_sent / 1e6:.0f} MB, and the others more the further away they "
+                "are: it stopped first."
             )
             evidence.append(Evidence("bytes_sent", found.sent, found.next_sent, 1, text))
     held = sorted({waiting for waiting, on in waits.held if on in suspects and waiting not in suspects})

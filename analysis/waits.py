@@ -105,6 +105,10 @@ def direct(
         one, other = place.values()
         waits.add(one, other, False)
         waits.add(other, one, False)
+    ends = [{src, dst} for src, dst in seen.select("src", "dst").iter_rows()]
+    if len(ends) > 2 and not set.intersection(*ends) and not (seen["share"] >= begun).any():
+        # None of several sent anything, and not for one of them: they wait on something else.
+        return True
     # Who sent something is there, and who sent all of an exchange and still waits for its part of it.
     there = (pl.col("sent") >= begun) | (
         pl.col("sent").is_null() & (pl.col("edges").list.len() > 0) & ~pl.col("kind").is_in(["Send", "Recv"])

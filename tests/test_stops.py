@@ -256,6 +256,12 @@ def test_several_receivers_of_one_sender_did_not_all_stop() -> None:
     assert held_and_starved(pending("Group", one)) == ({(B, A), (C, A)}, set())
 
 
+def test_several_ranks_of_which_none_sent_anything_wait_on_something_else() -> None:
+    mute = [{"rank": rank, "sent": 0.0, "edges": [("tx", (rank + 1) % 3, 0.0, 0.0)]} for rank in range(3)]
+    assert held_and_starved(pending("Group", *mute)) == (set(), set())
+    assert held_and_starved(pending("Group", *mute[:2])) != (set(), set())
+
+
 def test_ends_that_disagree_say_nothing() -> None:
     part = pending(
         "Group",
