@@ -25,6 +25,8 @@ APART_NS = 5_000_000
 STALLED = 2.0
 # Of the ranks in direct transfers, those that seem to be ahead of themselves, above which operators are mixed up.
 MIXED = 0.25
+# Bins from which on several operators are in one.
+COARSE_NS = 5_000_000
 # Stands for the node of a rank that nothing was recorded of.
 UNRECORDED = "?"
 
@@ -225,7 +227,7 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     later = [_out_of_order(members, part) for _, part, members in transfers]
     ranks = [part.height for _, part, _ in transfers]
     for (comm, part, members), off in zip(transfers, later, strict=True):
-        mixed = 2 * off > part.height or sum(later) > MIXED * sum(ranks)
+        mixed = 2 * off > part.height or sum(later) > MIXED * sum(ranks) or _coarse(members)
         if mixed or not direct(waits, part, _places(members), BEGUN, UNRECORDED):
             unclear.append(f"the operators of communicator {comm} could not be told apart well")
     for group in _local(job):
@@ -251,6 +253,15 @@ def _places(members: pl.DataFrame) -> dict[int, Process]:
     """The process of each rank."""
     rows = members.select("rank", *PROCESS).unique().drop_nulls()
     return {int(rank): (str(node), int(pid)) for rank, node, pid in rows.iter_rows()}
+
+
+def _coarse(members: pl.DataFrame) -> bool:
+    """Whether a bin holds most of the communicator's operators whole: then they are cut by volume alone."""
+    whole = pl.col("max_gbps") * pl.col("bin_ns") / 8 >= 0.9 * pl.col("expected_bytes")
+    flows = members.filter(pl.col("level") == "flow", pl.col("bytes") >= SMALL)
+    return bool(flows.select((whole.mean() > 0.5).fill_null(False)).item()) and bool(
+        (flows["bin_ns"] >= COARSE_NS).all()
+    )
 
 
 def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> int:
