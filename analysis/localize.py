@@ -14,6 +14,7 @@ from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import find_late
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.signals import find_signals
 from pulse_bpf.analysis.slow import find_slow
 from pulse_bpf.analysis.stops import find_stops
 
@@ -36,19 +37,26 @@ def localize(
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
-    Uses of the tables: comms, processes, nodes, nics, events, coverage. Never opens the samples.
+    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
     """
     aligned = align(operators)
     window = _window(operators, tables)
     coverage = _coverage(operators, flows, tables, damaged)
-    stops = find_stops(aligned, tables["processes"], _watched_until(tables["coverage"], window[1]))
-    losses = find_loss(aligned, tables["events"], flows)
-    slow, unexplained = find_slow(aligned)
-    found = [*stops.findings, *losses]
-    # A lossy flow is slow too: the effect is no second finding.
-    found += [finding for finding in slow if not any(_touches(earlier, finding) for earlier in found)]
+    stops = find_stops(aligned, tables, window[1])
+    signals = find_signals(aligned, flows, tables)
+    # A port that was down explains that a job stands still, and which rank waits for what tells nothing more.
+    down = any(item.kind == "nic-down" for item in signals)
+    found = [*(item for item in stops.findings if item.kind != "hang" or not down), *signals]
     also: list[str] = []
-    for finding in find_late(aligned):
+    # What a port says of itself explains what is slow and late around it.
+    if not signals:
+        found += find_loss(aligned, tables["events"], flows)
+        slow, unexplained = find_slow(aligned)
+        # A lossy flow is slow too: the effect is no second finding.
+        found += [finding for finding in slow if not any(_touches(earlier, finding) for earlier in found)]
+    else:
+        unexplained = []
+    for finding in [] if signals else find_late(aligned):
         # Acknowledgements queue behind data, so the neighbours of a slow or lossy port finish late as well.
         if found or unexplained:
             also.append(
@@ -58,11 +66,14 @@ def localize(
             found.append(finding)
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
-        found = [item if item.cause == "stop" else replace(item, confidence=0.4) for item in found]
+        found = [
+            item if item.cause == "stop" or item in signals else replace(item, confidence=0.4)
+            for item in found
+        ]
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*also, *stops.undecided, *unexplained, *_missing(aligned, coverage)]
+    missing = [*also, *([] if down else stops.undecided), *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -107,12 +118,6 @@ def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tupl
     known_first = [value for value in first if isinstance(value, int)]
     known_last = [value for value in last if isinstance(value, int)]
     return min(known_first, default=0), max(known_last, default=0)
-
-
-def _watched_until(coverage: pl.DataFrame, end_ns: int) -> int:
-    """When the first of the ports' watches ended: what is not seen later says nothing."""
-    ends = coverage.filter(pl.col("nic").is_not_null()).select(pl.col("last_ns").min()).item()
-    return end_ns if ends is None else int(ends)
 
 
 def _missing(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:

@@ -1,38 +1,51 @@
-"""Hangs and crashes: a communicator that fell silent with an operator unfinished."""
+"""Hangs, crashes and mismatched calls: a job that stands still, and who stopped it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.mismatch import find_mismatch
+from pulse_bpf.analysis.silence import Silence, silence, watched_until
+from pulse_bpf.analysis.stuck import Root, find_behind, find_root
 
-# Silent for so many times the usual time between operators, and the longest pause seen before, is stopped.
-USUAL, LONGEST = 10.0, 3.0
+PROCESS = ["node", "pid"]
+# Operators of a job below which its silence says nothing.
 MIN_STEPS = 3
-# Two ranks' sent shares must differ by this much of an operator to say who sent least.
-LEAST_MARGIN = 0.01
+# Processes that are gone within this of each other ended together.
+TOGETHER_NS = 1_000_000_000
 
 
 @dataclass(frozen=True)
 class Stop:
-    """What is known of a silent communicator: whether something is wrong, the finding, or why there is none."""
+    """The findings about jobs that stand still, and why there is none where one does."""
 
     findings: list[Finding]
     undecided: list[str]
 
 
-def find_stops(aligned: pl.DataFrame, processes: pl.DataFrame, end_ns: int) -> Stop:
-    """Communicators that stopped before `end_ns`, until when traffic was watched, and the rank that stopped them."""
+def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns: int) -> Stop:
+    """Jobs that stand still at the end of the recording (`end_ns` where coverage does not say), and who stopped them.
+
+    In this order: a process that is gone, calls that do not match, a rank that never made the call the others wait in,
+    a rank that stopped inside an operator. Uses of the tables: processes, coverage.
+    """
+    rows = aligned.filter(
+        pl.col("level").is_in(["flow", "call", "traffic"]),
+        pl.col("comm_id").is_not_null(),
+        pl.col("covered").fill_null(True),
+    )
+    until = watched_until(tables["coverage"], end_ns, aligned["node"].drop_nulls())
     findings: list[Finding] = []
     undecided: list[str] = []
-    rows = aligned.filter(pl.col("level").is_in(["flow", "call"]), pl.col("step").is_not_null(), "covered")
-    for (comm,), part in sorted(rows.group_by("comm_id"), key=lambda item: str(item[0])):
-        silence = _silence(part, end_ns)
-        if silence is None:
+    for job in _jobs(rows):
+        if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
             continue
-        found = _who(str(comm), part, processes, silence)
+        quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
+        found = _going_on(job, until) if quiet is None else _who(job, tables, quiet)
         if isinstance(found, Finding):
             findings.append(found)
         elif found:
@@ -40,162 +53,131 @@ def find_stops(aligned: pl.DataFrame, processes: pl.DataFrame, end_ns: int) -> S
     return Stop(findings, undecided)
 
 
-@dataclass(frozen=True)
-class _Silence:
-    since_ns: int
-    end_ns: int
-    usual_ns: float
-
-    @property
-    def text(self) -> str:
-        seconds, usual = (self.end_ns - self.since_ns) / 1e9, self.usual_ns / 1e9
-        return f"{seconds:.1f} s, while operators usually follow each other after {usual:.3f} s"
-
-
-def _silence(part: pl.DataFrame, end_ns: int) -> _Silence | None:
-    """Since when the communicator is silent, if that is longer than its pauses explain."""
-    steps = part.group_by("step").agg(pl.col("call_ns").max()).sort("step")["call_ns"]
-    if len(steps) < MIN_STEPS:
+def _going_on(job: pl.DataFrame, until: pl.DataFrame) -> Finding | None:
+    """What will stop a job that still moves: calls that do not match by NCCL's own numbers, a rank far behind."""
+    root = find_mismatch(job, True) or find_behind(job, until, None)
+    if root is None:
         return None
-    between = steps.diff().drop_nulls()
-    since = max(int(part["call_ns"].max()), int(part["last_byte_ns"].max() or 0))  # type: ignore[arg-type]
-    usual, longest = float(between.median()), float(between[:-1].max() or 0)  # type: ignore[arg-type]
-    return _Silence(since, end_ns, usual) if end_ns - since > max(USUAL * usual, LONGEST * longest) else None
+    end_ns = int(until.filter(pl.col("node").is_in(job["node"].unique().implode()))["until_ns"].max())  # type: ignore[arg-type]
+    last_ns = job.filter(pl.col("node") == root.suspects[0][0], pl.col("pid") == root.suspects[0][1])[
+        "call_ns"
+    ].max()
+    return _finding(job, root, root.first_ns or int(last_ns), end_ns)  # type: ignore[arg-type]
 
 
-def _who(comm: str, part: pl.DataFrame, processes: pl.DataFrame, silence: _Silence) -> Finding | str:
-    """The rank that stopped `comm`, or why none is named; empty when the job simply ended."""
-    ranks = (
-        part.sort("step")
-        .group_by("node", "pid", "rank", maintain_order=True)
-        .agg(pl.col("step").max(), pl.col("nranks").first())
-        .join(
-            processes.select("node", "pid", "gone_ns").unique(["node", "pid"]), on=["node", "pid"], how="left"
-        )
-        .sort("rank")
+def _jobs(rows: pl.DataFrame) -> list[pl.DataFrame]:
+    """`rows` apart by jobs: communicators that share a process, or processes that share a communicator, are one."""
+    pairs = rows.select(*PROCESS, "comm_id").unique().sort(*PROCESS, "comm_id")
+    leader: dict[object, object] = {}
+
+    def root(item: object) -> object:
+        while leader.setdefault(item, item) != item:
+            leader[item] = item = leader[leader[item]]
+        return item
+
+    for node, pid, comm in pairs.iter_rows():
+        leader[root((node, pid))] = root(comm)
+    comms = sorted({str(comm) for comm in pairs["comm_id"]})
+    jobs: dict[object, list[str]] = {}
+    for comm in comms:
+        jobs.setdefault(root(comm), []).append(comm)
+    return [rows.filter(pl.col("comm_id").is_in(members)) for members in jobs.values()]
+
+
+def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence) -> Finding | str:
+    """What stopped the job, or why nothing is named; empty when it simply ended."""
+    gone = (
+        job.select(*PROCESS)
+        .unique()
+        .join(tables["processes"].select(*PROCESS, "gone_ns").unique(PROCESS), on=PROCESS, how="left")
+        .sort("gone_ns", *PROCESS, nulls_last=True)
     )
-    last = int(ranks["step"].max())  # type: ignore[arg-type]
-    at_last = part.filter(pl.col("step") == last)
-    unfinished = at_last.filter(pl.col("end_ns").is_null())
-    missing = int(ranks["nranks"].max() or 0) - ranks["rank"].n_unique()  # type: ignore[arg-type]
-    behind = ranks.filter(pl.col("step") < last)
-    if behind.is_empty() and unfinished.is_empty():
-        if ranks["gone_ns"].null_count() == 0:
-            return ""
-        return f"communicator {comm} is silent for {silence.text}, with every operator finished"
-    waiting = ranks.filter(pl.col("step") == last)
-    if missing:
+    left = gone.filter(pl.col("gone_ns").is_not_null())
+    root = find_root(job, quiet.until)
+    if left.height and (left.height < gone.height or isinstance(root, Root)):
+        crash = _crash(job, gone, quiet)
+        if crash is not None:
+            return _finding(job, crash, quiet.since_ns, quiet.end_ns)
+    if left.height == gone.height:
         return (
-            f"communicator {comm} stopped, and {missing} of its ranks were not recorded: one may be the cause"
+            "" if isinstance(root, str) else f"all processes of the job ended inside an operator, {_all(job)}"
         )
-    # The first process to go, while others were still there for a while or are still.
-    gone = ranks.filter(pl.col("gone_ns").is_not_null()).sort("gone_ns")
-    if gone.height == 1 or (
-        gone.height > 1 and gone["gone_ns"][1] - gone["gone_ns"][0] > max(silence.usual_ns, 1e8)
-    ):
-        culprit = gone.row(0, named=True)
-        text = (
-            f"Process {culprit['pid']} (rank {culprit['rank']}) is gone, and {waiting.height} ranks wait in "
-            f"operator {last}."
-        )
-        return _finding(
-            "crash",
-            culprit,
-            ranks,
-            comm,
-            silence,
-            [Evidence("gone_ns", float(culprit["gone_ns"]), None, 1, text)],
-            0.95,
-        )
-    if behind.height == 1:
-        culprit = behind.row(0, named=True)
-        text = (
-            f"Rank {culprit['rank']} never called operator {last}, which {waiting.height} others wait in; "
-            f"silent for {silence.text}."
-        )
-        evidence = [Evidence("last_step", float(culprit["step"]), float(last), 1, text)]
-        return _finding("hang", culprit, ranks, comm, silence, evidence, 0.9, "never entered")
-    if behind.height:
-        return f"communicator {comm} stopped, and ranks {behind['rank'].to_list()} all miss operator {last}"
-    return _inside(comm, unfinished, ranks, silence)
-
-
-def _inside(comm: str, unfinished: pl.DataFrame, ranks: pl.DataFrame, silence: _Silence) -> Finding | str:
-    """All ranks are inside the operator.
-
-    Where all stuck flows have one rank in common it is that one. In a ring everything is stuck, and the one
-    that stopped has sent the least: the next ones could still forward what they had got from it.
-    """
-    flows = unfinished.filter(pl.col("level") == "flow", pl.col("completion").is_not_null())
-    ends = flows.select(
-        a=pl.min_horizontal("rank", "peer_rank"), b=pl.max_horizontal("rank", "peer_rank")
-    ).unique()
-    common = [
-        rank
-        for rank in ranks["rank"]
-        if ends.select(((pl.col("a") == rank) | (pl.col("b") == rank)).all()).item()
-    ]
-    if len(common) == 1 and ends.height > 1:
-        culprit = ranks.filter(pl.col("rank") == common[0]).row(0, named=True)
-        text = (
-            f"All ranks are inside one operator, silent for {silence.text}; all {ends.height} pairs of ranks that are "
-            f"not done have rank {common[0]} in common."
-        )
-        evidence = [Evidence("stuck_pairs", float(ends.height), None, 1, text)]
-        return _finding("hang", culprit, ranks, comm, silence, evidence, 0.8, "stopped inside")
-    sent = (
-        flows.filter(pl.col("direction") == "tx")
-        .group_by("rank")
-        .agg(pl.col("completion").min())
-        .sort("completion", "rank")
+    calls = tables["coverage"].filter(
+        pl.col("nic").is_null(), pl.col("node").is_in(job["node"].unique().implode())
     )
-    if sent.height < ranks.height or sent.height < 3:
-        return (
-            f"communicator {comm} stopped inside an operator, and what each rank had sent is not known of all"
-        )
-    least, second = float(sent["completion"][0]), float(sent["completion"][1])
-    if second - least < LEAST_MARGIN:
-        return f"communicator {comm} stopped inside an operator, with no rank clearly behind the others"
-    culprit = ranks.filter(pl.col("rank") == sent["rank"][0]).row(0, named=True)
+    mismatch = find_mismatch(job, bool(calls["lost"].sum()))
+    if mismatch is not None:
+        root = mismatch
+    if isinstance(root, str):
+        return f"the job of {_all(job)} stands still: {root}. {quiet.text}"
+    silent = Evidence(
+        "silence_ns", float(quiet.end_ns - quiet.since_ns), float(quiet.longest_ns), 1, quiet.text
+    )
+    return _finding(job, replace(root, evidence=[*root.evidence, silent]), quiet.since_ns, quiet.end_ns)
+
+
+def _all(job: pl.DataFrame) -> str:
+    return f"{job.select(PROCESS).n_unique()} ranks of {job['comm_id'].n_unique()} communicators"
+
+
+def _crash(job: pl.DataFrame, gone: pl.DataFrame, quiet: Silence) -> Root | None:
+    """The processes that went first, of one node, while the others were still there for a while or are still."""
+    first_ns = int(gone["gone_ns"][0])
+    first = gone.filter(pl.col("gone_ns") <= first_ns + TOGETHER_NS)
+    if first["node"].n_unique() > 1 or first.height == gone.height:
+        return None
+    suspects = list(first.select(PROCESS).iter_rows())
+    ranks = job.join(first.select(PROCESS), on=PROCESS)["rank"].unique().sort().to_list()
+    pids, named = ", ".join(str(pid) for _, pid in suspects), ", ".join(map(str, ranks))
     text = (
-        f"All ranks are inside one operator, silent for {silence.text}; rank {culprit['rank']} has sent "
-        f"{least:.1%} of its part, the next {second:.1%}, the others more."
+        f"Process {pids} of {suspects[0][0]} (rank {named} in its communicators) is gone; the "
+        f"{gone.height - first.height} others of the job were still there."
     )
-    evidence = [Evidence("completion", least, second, 1, text)]
-    return _finding("hang", culprit, ranks, comm, silence, evidence, 0.7, "stopped inside")
+    evidence = [
+        Evidence("gone_ns", float(first_ns), None, 1, text),
+        Evidence("silence_ns", float(quiet.end_ns - quiet.since_ns), float(quiet.longest_ns), 1, quiet.text),
+    ]
+    return Root("crash", "process gone", suspects, 0.97, evidence)
 
 
-def _finding(
-    kind: str,
-    culprit: dict[str, object],
-    ranks: pl.DataFrame,
-    comm: str,
-    silence: _Silence,
-    evidence: list[Evidence],
-    confidence: float,
-    state: str | None = None,
-) -> Finding:
-    node, pid, rank = str(culprit["node"]), int(str(culprit["pid"])), int(str(culprit["rank"]))
-    check = (
-        f"journalctl -k and the job's log for process {pid}"
-        if kind == "crash"
-        else f"py-spy dump --pid {pid}; cat /proc/{pid}/status"
+_CHECKS = {
+    "crash": "journalctl -k --since '1 hour ago' | grep -Ei 'oom|segfault|Xid'; the log and core of process PID",
+    "mismatch": "py-spy dump --pid PID and of a rank that waits; compare the calls named above with the program",
+    "process": "py-spy dump --pid PID; grep State /proc/PID/status; cat /proc/PID/stack",
+    "kernel": "nvidia-smi; dmesg | grep -i xid; cuda-gdb -p PID -batch -ex 'info cuda kernels'",
+}
+
+
+def _finding(job: pl.DataFrame, root: Root, first_ns: int, last_ns: int) -> Finding:
+    """The finding about `root`: one process or node of it, or a group of nodes."""
+    calls = job.join(
+        pl.DataFrame(root.suspects, schema={"node": pl.String, "pid": pl.Int64}, orient="row"), on=PROCESS
     )
+    nodes = sorted({node for node, _ in root.suspects})
+    one = root.suspects[0] if len(root.suspects) == 1 else None
+    group = len(nodes) > 1
+    gpu = calls["gpu"].drop_nulls().unique().to_list() if one else []
+    on_gpu = root.gpu and len(gpu) == 1
+    pid = "PID" if one is None else str(one[1])
+    check = _CHECKS.get(root.kind) or _CHECKS["kernel" if root.gpu else "process"]
+    comms = calls["comm_id"].unique().to_list()
     return Finding(
-        kind=kind,
+        kind=root.kind,
         cause="stop",
-        scope="node",
-        confidence=confidence,
+        scope="group" if group else "gpu" if on_gpu else "node",
+        confidence=root.confidence,
         slowdown=0.0,
-        first_ns=silence.since_ns,
-        last_ns=silence.end_ns,
-        lost_ns=silence.end_ns - silence.since_ns,
-        state=state,
-        evidence=evidence,
-        node=node,
-        rank=rank,
-        pid=pid,
-        comm_id=comm,
-        victims=[name for name in ranks["node"].unique().sort() if name != node],
-        next_check=f"on {node}: {check}",
+        first_ns=first_ns,
+        last_ns=last_ns,
+        lost_ns=last_ns - first_ns,
+        state=root.state,
+        evidence=root.evidence,
+        node=None if group else nodes[0],
+        nodes=nodes if group else None,
+        gpu=int(gpu[0]) if on_gpu else None,
+        rank=int(calls["rank"][0]) if one and len(comms) == 1 else None,
+        pid=one[1] if one else None,
+        comm_id=root.comm_id or (str(comms[0]) if len(comms) == 1 else None),
+        victims=[name for name in job["node"].unique().sort() if name not in nodes],
+        next_check=f"on {' and '.join(nodes)}: {check.replace('PID', pid)}",
     )
