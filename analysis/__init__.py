@@ -28,7 +28,7 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS)."""
-    lives = attribute.queue_pairs(recording["qps"])
+    lives = recording.lives
     rows = attribute.samples(recording, lives)
     flows = attribute.flows(recording, lives, rows)
     called, sent = segment.program(recording["ops"])
@@ -39,5 +39,5 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
 
 def conclude(recording: Recording, table: pl.DataFrame, flows: pl.DataFrame) -> Findings:
     """The verdict on `recording` from what `measure` gives of it."""
-    small = {name: frame for name, frame in recording.tables.items() if name not in ("samples", "ops")}
+    small = {name: frame for name, frame in recording.tables.items() if name != "ops"}
     return localize(table, flows, small, recording.damaged)

@@ -6,10 +6,8 @@ import polars as pl
 
 from pulse_bpf.analysis.candidates import candidates, data_directions, settle
 from pulse_bpf.analysis.load import Recording
-from pulse_bpf.analysis.pairing import FOREVER, with_owners, with_peers
-from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64, flow_id
-
-QP = ["node", "nic", "port", "qpn"]
+from pulse_bpf.analysis.pairing import FOREVER, QP, with_owners, with_peers
+from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
 
 # One row per life of a queue pair.
 #
@@ -45,36 +43,6 @@ _FLOWS: dict[str, pl.DataType | type[pl.DataType]] = {
     "reason": STR,
 }
 FLOWS = pl.Schema(_FLOWS)
-
-
-def queue_pairs(qps: pl.DataFrame) -> pl.DataFrame:
-    """One row per life of a queue pair, in QPS columns, sorted by QP and creation.
-
-    Rows of one QP whose lives overlap describe the same life: each column is taken from the best origin that
-    knows it, uprobe before netlink before capture. A life without a `flow` gets the one the format derives.
-    """
-    priority = pl.col("origin").replace_strict({"uprobe": 0, "netlink": 1, "capture": 2}, default=3)
-    begins, ends = pl.col("created_ns").fill_null(-FOREVER), pl.col("gone_ns").fill_null(FOREVER)
-    lives = (
-        qps.with_columns(priority=priority, begins=begins, ends=ends)
-        .sort(*QP, "begins", "ends", "priority")
-        .with_columns(
-            apart=(pl.col("begins") > pl.col("ends").cum_max().shift(1).over(QP)).fill_null(False)
-            | (pl.col("flow") != pl.col("flow").shift(1).over(QP)).fill_null(False)
-        )
-        .with_columns(life=pl.col("apart").cum_sum().over(QP))
-    )
-    others = [name for name in qps.columns if name not in QP]
-    merged = (
-        lives.sort(*QP, "life", "priority")
-        .group_by(*QP, "life", maintain_order=True)
-        .agg(pl.col(others).drop_nulls().first())
-    )
-    derived = [
-        flow if flow is not None else flow_id(node, nic, port, qpn, life)
-        for node, nic, port, qpn, life, flow in merged.select(*QP, "life", "flow").iter_rows()
-    ]
-    return merged.with_columns(pl.Series("flow", derived, U64)).select(qps.columns)
 
 
 def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:

@@ -244,7 +244,7 @@ def _on_wire(recording: Recording) -> bool:
     sources = [
         source for manifest in recording.manifests for source in (manifest, *manifest.get("sources", ()))
     ]
-    names = set(recording["samples"]["source"].unique())
+    names = set(recording.samples.sources["source"])
     return any(
         source.get("bytes_are") == "wire" and source.get("name", next(iter(names), None)) in names
         for source in sources

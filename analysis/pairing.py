@@ -1,10 +1,43 @@
-"""Where the other end of a queue pair is, and which process has it."""
+"""The lives of queue pairs, where the other end of each is, and which process has it."""
 
 from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.schema import U64, flow_id
+
 FOREVER = 2**62
+QP = ["node", "nic", "port", "qpn"]
+
+
+def queue_pairs(qps: pl.DataFrame) -> pl.DataFrame:
+    """One row per life of a queue pair, in QPS columns, sorted by QP and creation.
+
+    Rows of one QP whose lives overlap describe the same life: each column is taken from the best origin that
+    knows it, uprobe before netlink before capture. A life without a `flow` gets the one the format derives.
+    """
+    priority = pl.col("origin").replace_strict({"uprobe": 0, "netlink": 1, "capture": 2}, default=3)
+    begins, ends = pl.col("created_ns").fill_null(-FOREVER), pl.col("gone_ns").fill_null(FOREVER)
+    lives = (
+        qps.with_columns(priority=priority, begins=begins, ends=ends)
+        .sort(*QP, "begins", "ends", "priority")
+        .with_columns(
+            apart=(pl.col("begins") > pl.col("ends").cum_max().shift(1).over(QP)).fill_null(False)
+            | (pl.col("flow") != pl.col("flow").shift(1).over(QP)).fill_null(False)
+        )
+        .with_columns(life=pl.col("apart").cum_sum().over(QP))
+    )
+    others = [name for name in qps.columns if name not in QP]
+    merged = (
+        lives.sort(*QP, "life", "priority")
+        .group_by(*QP, "life", maintain_order=True)
+        .agg(pl.col(others).drop_nulls().first())
+    )
+    derived = [
+        flow if flow is not None else flow_id(node, nic, port, qpn, life)
+        for node, nic, port, qpn, life, flow in merged.select(*QP, "life", "flow").iter_rows()
+    ]
+    return merged.with_columns(pl.Series("flow", derived, U64)).select(qps.columns)
 
 
 def with_peers(lives: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:

@@ -12,7 +12,7 @@ from pulse_bpf.analysis import attribute
 from pulse_bpf.analysis.arrivals import ARRIVALS, _same, arrivals
 from pulse_bpf.analysis.clock_offsets import Offsets, solve
 from pulse_bpf.analysis.load import Recording, load
-from pulse_bpf.analysis.pairing import with_peers
+from pulse_bpf.analysis.pairing import queue_pairs, with_peers
 from pulse_bpf.lab.sim.simulate import simulate
 
 BIN_NS = 32_000
@@ -34,7 +34,7 @@ def _recorded(path: Path, workload: str, source: str, *conditions: str) -> Recor
 
 
 def _moments(recording: Recording) -> pl.DataFrame:
-    lives = attribute.queue_pairs(recording["qps"])
+    lives = queue_pairs(recording["qps"])
     return arrivals(attribute.samples(recording, lives), with_peers(lives, recording["nics"]))
 
 

@@ -65,7 +65,7 @@ def _handed_over(
 ) -> pl.DataFrame:
     """FLOWS of two QPs of rank 0 to rank 2: one carries its own calls, the other those of rank 1 beside it."""
     recording = Recording(_frames(sizes, comms, captured))
-    lives = attribute.queue_pairs(recording["qps"])
+    lives = recording.lives
     flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
     return flows.filter(pl.col("node") == "node0").sort("qpn")
 
@@ -155,7 +155,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 def test_bytes_in_are_bytes_attributed_and_bytes_listed(data: st.DataObject, exchanged: Recording) -> None:
     """Whatever rows are missing: each flow has one row, and what the operators table attributes and lists is all there
     is."""
-    frames = dict(exchanged.tables)
+    frames = exchanged.tables | {"samples": exchanged["samples"]}
     for table in ("qps", "comms", "nics", "ops", "samples"):
         share = data.draw(st.sampled_from([1.0, 0.9, 0.5, 0.0]), table)
         frames[table] = frames[table].sample(fraction=share, seed=data.draw(st.integers(0, 99)))
@@ -189,7 +189,7 @@ def _in_flight(world_bytes: int) -> dict[str, object]:
     frames = _frames((400_000, 720_000), ("world-4", "big-2"), captured=False)
     frames["ops"] = conform(pl.DataFrame(calls, infer_schema_length=None), "ops")
     recording = Recording(frames)
-    lives = attribute.queue_pairs(recording["qps"])
+    lives = recording.lives
     flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
     return flows.filter(pl.col("node") == "node0").sort("qpn").row(0, named=True)
 

@@ -39,14 +39,14 @@ _WIRE_BYTES = (
 
 @dataclass
 class Counted:
-    """What a recording holds of the traffic: rows per second by table, and rows lost on each node."""
+    """What a recording holds of the traffic: rows per second and node by table, and rows lost on each node."""
 
     parts: Iterator[dict[str, pl.DataFrame]]
     lost: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def count(result: Result, identity: Identity, settings: Settings, options: Options, lost: Windows) -> Counted:
-    """The tables samples and port_samples in parts of a second; `lost` is complete when the parts were taken."""
+    """The tables samples and port_samples in parts of a node's second; `lost` is complete when the parts were taken."""
     counted = Counted(iter(()), np.zeros(len(identity.nodes), np.int64))
     counted.parts = _parts(result.samples, identity, settings, options, lost, counted.lost)
     return counted
@@ -69,8 +69,10 @@ def _parts(
     second[~seen | gone] = -1
     for number in np.unique(second[second >= 0]):
         rows = np.flatnonzero(second == number)
-        both = _both_ways(samples[rows], end[rows], t_ns[rows])
-        yield _SOURCES[options.source](both, identity, settings.bin_ns, at_nic)
+        rows = rows[np.argsort(node[rows].astype(np.int16), kind="stable")]
+        for mine in np.split(rows, np.flatnonzero(np.diff(node[rows])) + 1):
+            both = _both_ways(samples[mine], end[mine], t_ns[mine])
+            yield _SOURCES[options.source](both, identity, settings.bin_ns, at_nic)
 
 
 def _both_ways(samples: Array, end: Longs, t_ns: Longs) -> pl.DataFrame:
