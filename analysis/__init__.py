@@ -28,11 +28,10 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS)."""
-    lives = recording.lives
-    rows = attribute.samples(recording, lives)
-    flows = attribute.flows(recording, lives, rows)
+    rows = attribute.samples(recording, recording.lives)
+    flows = attribute.flows(recording)
     called, sent = segment.program(recording["ops"])
-    covered = attribute.covered(recording, rows)
+    covered = attribute.covered(recording)
     segments = segment.segment(called, sent, flows, rows, covered)
     return metrics.measure(segments, called, flows, rows, covered), flows
 

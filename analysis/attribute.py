@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.analysis.bursts import bursts
 from pulse_bpf.analysis.candidates import candidates, data_directions, settle
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import FOREVER, QP, with_owners, with_peers
+from pulse_bpf.analysis.samples import PORT
 from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
 
 # One row per life of a queue pair.
@@ -52,7 +54,7 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     life of their QP that had begun by then. `flow` stays null where the QP is in no qps row.
     """
     rows = recording["samples"]
-    port = ["node", "nic", "port", "direction"]
+    port = PORT
     sources = rows.select(*port, "source", "bin_ns").unique()
     best = sources.sort("bin_ns", "source").unique(port, keep="first", maintain_order=True).drop("bin_ns")
     if best.height < sources.height:
@@ -78,34 +80,34 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     return rows
 
 
-def covered(recording: Recording, rows: pl.DataFrame) -> pl.DataFrame:
+def covered(recording: Recording) -> pl.DataFrame:
     """node, nic, port, direction, from_ns, to_ns: when bytes of a port would have been seen, had there been any.
 
-    From the coverage table; where that says nothing of a port, from its first to its last sample in `rows`.
+    From the coverage table; where that says nothing of a port, from the first to the last sample of its node.
     """
-    port = ["node", "nic", "port", "direction"]
     stated = (
         recording["coverage"]
-        .drop_nulls(port)
-        .group_by(port)
+        .drop_nulls(PORT)
+        .group_by(PORT)
         .agg(pl.col("first_ns").min().alias("from_ns"), pl.col("last_ns").max().alias("to_ns"))
     )
-    observed = rows.group_by(port).agg(
-        pl.col("t_ns").min().alias("from_ns"), (pl.col("t_ns") + pl.col("bin_ns")).max().alias("to_ns")
-    )
-    return pl.concat([stated, observed.join(stated, on=port, how="anti").select(stated.columns)]).sort(port)
+    ports = recording.lives.select(PORT[:-1]).unique().join(recording.samples.spans(), on="node")
+    both = pl.DataFrame({"direction": ["tx", "rx"]})
+    others = ports.join(both, how="cross").join(stated, on=PORT, how="anti", nulls_equal=True)
+    return pl.concat([stated, others.select(stated.columns)]).sort(PORT)
 
 
-def flows(recording: Recording, lives: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """Each life of a QP in `lives` with what it belongs to, in FLOWS columns.
+def flows(recording: Recording) -> pl.DataFrame:
+    """Each life of a QP with what it belongs to, in FLOWS columns.
 
-    `rows` are the samples: where the two ends of a QP share several communicators, or several processes of the node may
-    have called, its volumes settle which (by_volume). Both ends of a QP count, where both were recorded.
+    Where the two ends of a QP share several communicators, or several processes of the node may have called, what it
+    carried first settles which (by_volume). Both ends of a QP count, where both were recorded.
     """
-    known = with_owners(with_peers(lives, recording["nics"]), recording["comms"])
-    directions = data_directions(rows, known)
+    known = with_owners(with_peers(recording.lives, recording["nics"]), recording["comms"])
+    carried = bursts(recording.samples, known["flow"])
+    directions = data_directions(carried, known)
     found = candidates(known, recording, directions)
-    settled = settle(found, directions, recording, rows)
+    settled = settle(found, directions, recording, carried)
     joined = known.drop("comm_id").join(settled, on="flow", how="left")
     reason = (
         pl.when(pl.col("comm_id").is_not_null())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis import by_volume
-from pulse_bpf.analysis.by_volume import TWO_SIDED
+from pulse_bpf.analysis.bursts import PLAUSIBLE, Bursts
+from pulse_bpf.analysis.by_volume import TO_ALL, TWO_SIDED
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.schema import F64, I32, I64, STR, U64
 
-TO_ALL = ("AlltoAll", "Gather", "Scatter")
 # A candidate is taken when its calls explain this share of the bytes, and this much more than any other's do.
 EXPLAINED, AHEAD = 0.3, 0.15
 # What cannot be told apart by volume lies this close, and a trace of other use is no less.
@@ -40,19 +40,12 @@ _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
 SETTLED = pl.Schema(_SETTLED)
 
 
-def data_directions(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
+def data_directions(bursts: Bursts, known: pl.DataFrame) -> pl.DataFrame:
     """flow and `direction`: which way most bytes of each flow went, by what both its ends saw.
 
     NCCL's connections carry data one way, and small clear-to-send writes the other.
     """
-    sums = (
-        rows.filter(pl.col("flow").is_not_null())
-        .group_by("flow")
-        .agg(
-            pl.col("bytes").filter(pl.col("direction") == way).sum().cast(I64).alias(way)
-            for way in ("tx", "rx")
-        )
-    )
+    sums = pl.DataFrame({"flow": bursts.flows, "rx": bursts.total[::2], "tx": bursts.total[1::2]})
     there = sums.select(
         pl.col("flow").alias("peer_flow"), pl.col("rx").alias("out"), pl.col("tx").alias("back")
     )
@@ -213,7 +206,7 @@ def _pairs(
 
 
 def settle(
-    candidates: pl.DataFrame, directions: pl.DataFrame, recording: Recording, rows: pl.DataFrame
+    candidates: pl.DataFrame, directions: pl.DataFrame, recording: Recording, bursts: Bursts
 ) -> pl.DataFrame:
     """The one of the `candidates` that each flow serves (SETTLED); flows without, and those in doubt, are left out.
 
@@ -221,7 +214,7 @@ def settle(
     the ranks. Both ends of a QP count alike.
     """
     several = candidates.filter(pl.len().over("flow") > 1)
-    scored = by_volume.score(several, directions, recording["ops"], rows, _on_wire(recording))
+    scored = by_volume.score(several, directions, recording["ops"], bursts, _on_wire(recording))
     scored = _with_other_end(scored)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
@@ -302,7 +295,7 @@ def _nearest(scored: pl.DataFrame) -> pl.DataFrame:
         .sort("flow", "apart", "comm_id")
         .with_columns(second=pl.col("apart").shift(-1).over("flow").fill_null(float("inf")))
         .unique("flow", keep="first", maintain_order=True)
-        .filter(pl.col("apart") <= by_volume.PLAUSIBLE, pl.col("second") - pl.col("apart") >= APART)
+        .filter(pl.col("apart") <= PLAUSIBLE, pl.col("second") - pl.col("apart") >= APART)
     )
     found = comms.select("flow", "comm_id", confidence=pl.lit(0.5), evidence=pl.lit("its volume in all"))
     return scored.join(found, on=["flow", "comm_id"])

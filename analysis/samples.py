@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +21,15 @@ PORT = ["node", "nic", "port", "direction"]
 ESSENTIAL = ["node", "nic", "direction", "t_ns", "bin_ns", "bytes"]
 UNREADABLE = (pl.exceptions.PolarsError, pa.ArrowException, OSError, ValueError)
 
-# What a batch has of each row. `tx` is 1 of what its node sent and 0 of what it received; counts that are not known
+# What is read of each row. `tx` is 1 of what its node sent and 0 of what it received; counts that are not known
 # are 0.
-BATCH = pl.Schema(
+WINDOW = pl.Schema(
     {"flow": U64, "tx": U8, "t_ns": I64, "bin_ns": U32, "bytes": U64, "retx_bytes": U64, "ctl_packets": U32}
 )
 
 
 class Batch(NamedTuple):
-    """`rows` of `nodes` (BATCH): those of one (flow, tx) are in the order of time, and what is of one bin adds up.
+    """`rows` of `nodes` (WINDOW): those of one (flow, tx) are in the order of time, and what is of one bin adds up.
 
     No later batch of these nodes has a row before `until_ns`, and those of equal `until_ns` are one window of time: in
     it, any batch may have rows of any bin.
@@ -115,9 +115,26 @@ class Samples:
         best = seen.sort("bin_ns", "source").unique(PORT, keep="first", maintain_order=True)
         return best.select(*PORT, "source")
 
-    def batches(self) -> Iterator[Batch]:
+    @property
+    def start_ns(self) -> int:
+        """The time of the first sample, 0 without any."""
+        return min((part.first_ns for part in self._parts), default=0)
+
+    def spans(self) -> pl.DataFrame:
+        """node, from_ns, to_ns: from the first sample of a node to the last."""
+        rows = [(node, part.first_ns, part.last_ns) for part in self._parts for node in part.nodes]
+        spans = pl.DataFrame(rows, schema={"node": STR, "from_ns": I64, "to_ns": I64}, orient="row")
+        return spans.group_by("node").agg(pl.col("from_ns").min(), pl.col("to_ns").max()).sort("node")
+
+    def windows(self) -> Iterator[tuple[tuple[str, ...], pl.DataFrame]]:
+        """(nodes, WINDOW frame): what of `batches` is one window of time."""
+        for (nodes, _), window in groupby(self.batches(), lambda batch: (batch.nodes, batch.until_ns)):
+            yield nodes, pl.concat(batch.rows for batch in window)
+
+    def batches(self, since_ns: int = FOREVER, wanted: Collection[int] = ()) -> Iterator[Batch]:
         """All rows, node by node, each node's from the first moment to the last; nodes that share a part come together.
 
+        Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which may change meanwhile.
         Holds the parts of one time in memory, which is a second of one node as Pulse records it.
         """
         mixed = any(len(part.nodes) > 1 for part in self._parts)
@@ -125,17 +142,21 @@ class Samples:
         for part in self._parts:
             lanes.setdefault(tuple(self.nodes) if mixed else part.nodes, []).append(part)
         for nodes in sorted(lanes):
-            for until_ns, rows in self._in_time(lanes[nodes]):
+            for until_ns, rows in self._in_time(lanes[nodes], since_ns, wanted):
                 yield Batch(nodes, until_ns, rows)
 
-    def _in_time(self, parts: list[_Part]) -> Iterator[tuple[int, pl.DataFrame]]:
+    def _in_time(
+        self, parts: list[_Part], since_ns: int, wanted: Collection[int]
+    ) -> Iterator[tuple[int, pl.DataFrame]]:
         cuts = sorted({ns for part in parts for ns in (part.first_ns, part.last_ns + 1)})
         waiting = sorted(parts, key=lambda part: part.first_ns, reverse=True)
         opened: list[tuple[_Part, list[pl.DataFrame]]] = []
         for begin_ns, end_ns in pairwise(cuts):
             begun = []
             while waiting and waiting[-1].first_ns <= begin_ns:
-                begun.append(waiting.pop())
+                part = waiting.pop()
+                if part.first_ns < since_ns or self._has(part, wanted):
+                    begun.append(part)
             if not opened and len(begun) == 1 and begun[0].last_ns < end_ns:
                 yield from ((end_ns, rows) for rows in self._rows(begun[0]))
                 continue
@@ -149,7 +170,7 @@ class Samples:
             opened = [(part, frames) for part, frames in opened if part.last_ns >= end_ns]
 
     def _rows(self, part: _Part) -> Iterator[pl.DataFrame]:
-        """The rows of `part` that count, in BATCH columns and in its order."""
+        """The rows of `part` that count, in WINDOW columns and in its order."""
         one_source = self.sources.width == 1
         if part.path is None or not part.plain or not one_source:
             yield self._resolved(part, one_source)
@@ -158,12 +179,28 @@ class Samples:
         try:
             for rows in _columns(part.path, part.constants):
                 flow = rows["flow"].to_numpy()
-                met = np.union1d(met, flow[np.r_[True, flow[1:] != flow[:-1]]])
+                met = np.union1d(met, flow[np.flatnonzero(np.diff(flow, prepend=~flow[:1]))])
                 yield rows
         except UNREADABLE as error:
             self._unreadable[part.path] = str(error).splitlines()[0]
         if not np.isin(met, self._listed).all():
             self._list(self._whole(part).select("flow", *QP).unique())
+
+    def _has(self, part: _Part, wanted: Collection[int]) -> bool:
+        """Whether one of the flows `wanted` may be in `part`."""
+        if not wanted or part.path is None or not part.plain or part.path in self._unreadable:
+            return bool(wanted)
+        try:
+            with pq.ParquetFile(part.path, memory_map=True) as file:
+                for number in range(file.num_row_groups):
+                    flow = file.read_row_group(number, columns=["flow"], use_threads=False)["flow"].to_numpy()
+                    if not {
+                        int(one) for one in flow[np.flatnonzero(np.diff(flow, prepend=~flow[:1]))]
+                    }.isdisjoint(wanted):
+                        return True
+        except UNREADABLE:
+            return True
+        return False
 
     def _resolved(self, part: _Part, one_source: bool) -> pl.DataFrame:
         rows = self._whole(part)
@@ -286,8 +323,8 @@ def _bounds(meta: pq.FileMetaData, index: int) -> tuple[Any, Any, int | None]:
 
 
 def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
-    """BATCH frames of the file's row groups; columns with one value are not read."""
-    names = {"direction" if name == "tx" else name: dtype for name, dtype in BATCH.items()}
+    """WINDOW frames of the file's row groups; columns with one value are not read."""
+    names = {"direction" if name == "tx" else name: dtype for name, dtype in WINDOW.items()}
     wanted = [name for name in names if name not in constants]
     with pq.ParquetFile(path, memory_map=True, read_dictionary=["direction"]) as file:
         for number in range(file.num_row_groups):
@@ -303,4 +340,4 @@ def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
                     columns.append(pl.Series(is_tx[codes.indices.to_numpy()]))
                 else:
                     columns.append(pl.Series(table.column(name)).cast(dtype).fill_null(0))
-            yield pl.DataFrame(dict(zip(BATCH, columns, strict=True)))
+            yield pl.DataFrame(dict(zip(WINDOW, columns, strict=True)))

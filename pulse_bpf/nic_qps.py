@@ -48,7 +48,7 @@ def recorded(directories: list[Path]) -> pl.DataFrame:
     """COLUMNS rows, one a life of a queue pair; DataError when a directory is no recording."""
     recording = load(directories)
     lives = recording.lives
-    known = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    known = attribute.flows(recording)
     processes = recording["processes"].select("node", "pid", process="exe").unique(["node", "pid"])
     details = lives.select("flow", "peer_gid", "peer_qpn", "udp_sport", "origin")
     of_capture = pl.col("origin") == "capture"

@@ -38,7 +38,7 @@ def compare(directory: Path) -> Owners:
     """The attribution of the recording in `directory` beside its truth_operators.parquet."""
     recording = load([directory])
     rows = attribute.samples(recording, recording.lives)
-    flows = attribute.flows(recording, recording.lives, rows)
+    flows = attribute.flows(recording)
     sizes = rows.group_by("flow").agg(pl.col("bytes").sum())
     # A row of a collective also lists the queue pairs that serve point-to-point calls of the same two processes.
     pairs = pl.col("kind").is_in(["Send", "Recv", "Group"])

@@ -18,9 +18,7 @@ FRAMES = recordings.tables(JOB)
 
 
 def flows_of(frames: dict[str, pl.DataFrame]) -> pl.DataFrame:
-    recording = Recording(frames)
-    lives = recording.lives
-    return attribute.flows(recording, lives, attribute.samples(recording, lives))
+    return attribute.flows(Recording(frames))
 
 
 def test_queue_pairs_numbered_alike_find_their_peers_by_gid() -> None:

@@ -64,9 +64,7 @@ def _handed_over(
     sizes: tuple[int, int], comms: tuple[str, ...] = ("c-4",), captured: bool = False
 ) -> pl.DataFrame:
     """FLOWS of two QPs of rank 0 to rank 2: one carries its own calls, the other those of rank 1 beside it."""
-    recording = Recording(_frames(sizes, comms, captured))
-    lives = recording.lives
-    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    flows = attribute.flows(Recording(_frames(sizes, comms, captured)))
     return flows.filter(pl.col("node") == "node0").sort("qpn")
 
 
@@ -188,9 +186,7 @@ def _in_flight(world_bytes: int) -> dict[str, object]:
     )
     frames = _frames((400_000, 720_000), ("world-4", "big-2"), captured=False)
     frames["ops"] = conform(pl.DataFrame(calls, infer_schema_length=None), "ops")
-    recording = Recording(frames)
-    lives = recording.lives
-    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    flows = attribute.flows(Recording(frames))
     return flows.filter(pl.col("node") == "node0").sort("qpn").row(0, named=True)
 
 
