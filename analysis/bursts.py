@@ -143,7 +143,7 @@ def _add(
             total[stream] += net[row]
             for level in range(len(_SILENCES)):
                 running[stream, level] += net[row]
-    return ended[:, :many].copy()
+    return np.asarray(ended[:, :many])
 
 
 class Volumes(NamedTuple):
