@@ -103,7 +103,7 @@ def flows(recording: Recording) -> pl.DataFrame:
     Where the two ends of a QP share several communicators, or several processes of the node may have called, what it
     carried first settles which (by_volume). Both ends of a QP count, where both were recorded.
     """
-    known = with_owners(with_peers(recording.lives, recording["nics"]), recording["comms"])
+    known = with_owners(with_peers(recording.lives, recording["nics"], recording["comms"]), recording["comms"])
     carried = bursts(recording.samples, known["flow"])
     directions = data_directions(carried, known)
     found = candidates(known, recording, directions)

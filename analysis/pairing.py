@@ -40,11 +40,11 @@ def queue_pairs(qps: pl.DataFrame) -> pl.DataFrame:
     return merged.with_columns(pl.Series("flow", derived, U64)).select(qps.columns)
 
 
-def with_peers(lives: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
+def with_peers(lives: pl.DataFrame, nics: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
     """`lives` with where their other ends are.
 
-    Adds owner_pid; peer_node and peer_nic by GID or, without one, by the only QP that names this one as its peer; and
-    of that QP peer_flow and peer_owner_pid.
+    Adds owner_pid; peer_node and peer_nic by GID or, without one, by the only QP that can be the other end; and of that
+    QP peer_flow and peer_owner_pid.
     """
     homes = (
         nics.explode("gids")
@@ -54,36 +54,76 @@ def with_peers(lives: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
         .drop_nulls("peer_gid")
         .unique("peer_gid", keep="none")  # link-local GIDs made from equal addresses name nobody
     )
-    ends = lives.select(
+    placed = lives.join(homes, on="peer_gid", how="left").rename({"pid": "owner_pid"})
+    other_end = _only(_mirrored(placed), comms)
+    peer_node = pl.coalesce("gid_node", "end_node", "peer_gid").alias("peer_node")
+    return placed.join(other_end, on="flow", how="left").with_columns(
+        peer_node, pl.coalesce("gid_nic", "end_nic").alias("peer_nic")
+    )
+
+
+def _mirrored(placed: pl.DataFrame) -> pl.DataFrame:
+    """flow, node, owner_pid and peer_flow, end_node, end_nic, peer_owner_pid of every two QPs that name each other's
+    number, live at a time and know of no other peer."""
+    ends = placed.select(
         pl.col("flow").alias("peer_flow"),
         pl.col("node").alias("end_node"),
         pl.col("nic").alias("end_nic"),
         pl.col("qpn").alias("peer_qpn"),
         pl.col("peer_qpn").alias("qpn"),
-        pl.col("pid").alias("peer_owner_pid"),
+        pl.col("owner_pid").alias("peer_owner_pid"),
         pl.col("created_ns").fill_null(-FOREVER).alias("end_begins"),
         pl.col("gone_ns").fill_null(FOREVER).alias("end_ends"),
+        pl.col("gid_node").alias("back_node"),
+        pl.col("gid_nic").alias("back_nic"),
+        pl.col("peer_gid").alias("back_gid"),
     ).drop_nulls(["qpn", "peer_qpn"])
-    placed = lives.join(homes, on="peer_gid", how="left")
-    # Identical nodes number their QPs alike, so without a GID a pair counts only where it is the only one.
-    other_end = (
+    return (
         placed.join(ends, on=["qpn", "peer_qpn"])
         .filter(
             pl.col("flow") != pl.col("peer_flow"),
             (pl.col("gid_node") == pl.col("end_node")).fill_null(True),
             (pl.col("gid_nic") == pl.col("end_nic")).fill_null(True),
+            (pl.col("back_node") == pl.col("node")).fill_null(True),
+            (pl.col("back_nic") == pl.col("nic")).fill_null(True),
             pl.col("created_ns").fill_null(-FOREVER) <= pl.col("end_ends"),
             pl.col("gone_ns").fill_null(FOREVER) >= pl.col("end_begins"),
         )
-        .select("flow", "peer_flow", "end_node", "end_nic", "peer_owner_pid")
-        .unique("flow", keep="none")
+        .select("flow", "node", "owner_pid", "peer_flow", "end_node", "end_nic", "peer_owner_pid")
     )
-    peer_node = pl.coalesce("gid_node", "end_node", "peer_gid").alias("peer_node")
-    return (
-        placed.rename({"pid": "owner_pid"})
-        .join(other_end, on="flow", how="left")
-        .with_columns(peer_node, pl.coalesce("gid_nic", "end_nic").alias("peer_nic"))
+
+
+def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
+    """Those of the `possible` pairs that are the only one of a QP, once those of others and what shares no communicator
+    are left out.
+
+    Identical nodes number their QPs alike: that is how a QP has several.
+    """
+    members = comms.drop_nulls("comm_id").select("node", "pid", "comm_id").unique()
+    end = members.rename({"node": "end_node", "pid": "peer_owner_pid"})
+    together = (
+        possible.select("node", "owner_pid", "end_node", "peer_owner_pid")
+        .unique()
+        .join(members, left_on=["node", "owner_pid"], right_on=["node", "pid"])
+        .join(end, on=["end_node", "peer_owner_pid", "comm_id"])
     )
+    alone = pl.col("owner_pid").is_in(members["pid"].implode()) & pl.col("peer_owner_pid").is_in(
+        members["pid"].implode()
+    )
+    processes = ["node", "owner_pid", "end_node", "peer_owner_pid"]
+    strangers = possible.filter(alone.fill_null(False)).join(together, on=processes, how="anti")
+    left = possible.join(strangers, on=["flow", "peer_flow"], how="anti")
+    found = [left.clear()]
+    while True:
+        sure = left.filter((pl.len().over("flow") == 1) | (pl.len().over("peer_flow") == 1))
+        # Two that claim one another's only end exclude each other.
+        sure = sure.filter(pl.len().over("flow") == 1, pl.len().over("peer_flow") == 1)
+        if sure.is_empty():
+            break
+        found.append(sure)
+        taken = pl.concat([sure["flow"], sure["peer_flow"]]).implode()
+        left = left.filter(~pl.col("flow").is_in(taken), ~pl.col("peer_flow").is_in(taken))
+    return pl.concat(found).select("flow", "peer_flow", "end_node", "end_nic", "peer_owner_pid")
 
 
 def with_owners(known: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:

@@ -35,7 +35,7 @@ def _recorded(path: Path, workload: str, source: str, *conditions: str) -> Recor
 
 def _moments(recording: Recording) -> pl.DataFrame:
     lives = queue_pairs(recording["qps"])
-    return arrivals(attribute.samples(recording, lives), with_peers(lives, recording["nics"]))
+    return arrivals(attribute.samples(recording, lives), with_peers(lives, recording["nics"], recording["comms"]))
 
 
 def _errors_ns(offsets: Offsets, recording: Recording) -> dict[str, float]:
