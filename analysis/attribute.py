@@ -103,12 +103,25 @@ def flows(recording: Recording) -> pl.DataFrame:
     Where the two ends of a QP share several communicators, or several processes of the node may have called, what it
     carried first settles which (by_volume). Both ends of a QP count, where both were recorded.
     """
-    known = with_owners(with_peers(recording.lives, recording["nics"], recording["comms"]), recording["comms"])
-    carried = bursts(recording.samples, known["flow"])
-    directions = data_directions(carried, known)
-    found = candidates(known, recording, directions)
+    carried = bursts(recording.samples, recording.lives["flow"])
+    paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], carried.totals())
+    known = with_owners(paired, recording["comms"])
+    directions = data_directions(carried.totals(), known, possible)
+    found = candidates(known, possible, recording, directions)
     settled = settle(found, directions, recording, carried)
-    joined = known.drop("comm_id").join(settled, on="flow", how="left")
+    there = known.select("nic", peer_flow="flow", end_pid="owner_pid")
+    joined = (
+        known.drop("comm_id")
+        .rename({"peer_node": "only_node", "peer_nic": "only_nic", "peer_owner_pid": "only_pid"})
+        .drop("peer_flow")
+        .join(settled, on="flow", how="left")
+        .join(there.rename({"nic": "end_nic"}), on="peer_flow", how="left")
+        .with_columns(
+            peer_node=pl.coalesce("only_node", "peer_node"),
+            peer_nic=pl.coalesce("only_nic", "end_nic"),
+            peer_owner_pid=pl.coalesce("only_pid", "end_pid"),
+        )
+    )
     reason = (
         pl.when(pl.col("comm_id").is_not_null())
         .then(None)

@@ -48,6 +48,10 @@ class Bursts(NamedTuple):
     sizes: Longs
     offsets: Longs
 
+    def totals(self) -> pl.DataFrame:
+        """flow, tx, rx: bytes."""
+        return pl.DataFrame({"flow": self.flows, "tx": self.total[1::2], "rx": self.total[::2]})
+
 
 def bursts(samples: Samples, flows: pl.Series) -> Bursts:
     """What each of the distinct `flows` carried first.

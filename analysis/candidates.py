@@ -8,7 +8,7 @@ from pulse_bpf.analysis import by_volume
 from pulse_bpf.analysis.bursts import PLAUSIBLE, Bursts
 from pulse_bpf.analysis.by_volume import TO_ALL, TWO_SIDED
 from pulse_bpf.analysis.load import Recording
-from pulse_bpf.analysis.pairing import FOREVER
+from pulse_bpf.analysis.pairing import ENDS, FOREVER
 from pulse_bpf.schema import F64, I32, I64, STR, U64
 
 # A candidate is taken when its calls explain this share of the bytes, and this much more than any other's do.
@@ -30,6 +30,8 @@ _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
     "gpu": I32,
     "rank": I32,
     "ranks": pl.List(I32),
+    "peer_node": STR,
+    "peer_flow": U64,
     "peer_pid": I64,
     "peer_rank": I32,
     "peer_ranks": pl.List(I32),
@@ -40,19 +42,20 @@ _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
 SETTLED = pl.Schema(_SETTLED)
 
 
-def data_directions(bursts: Bursts, known: pl.DataFrame) -> pl.DataFrame:
-    """flow and `direction`: which way most bytes of each flow went, by what both its ends saw.
+def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.DataFrame) -> pl.DataFrame:
+    """flow and `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`).
 
     NCCL's connections carry data one way, and small clear-to-send writes the other.
     """
-    sums = pl.DataFrame({"flow": bursts.flows, "rx": bursts.total[::2], "tx": bursts.total[1::2]})
-    there = sums.select(
+    there = totals.select(
         pl.col("flow").alias("peer_flow"), pl.col("rx").alias("out"), pl.col("tx").alias("back")
     )
+    pairs = pl.concat([frame.select("flow", "peer_flow") for frame in (known, possible)])
     both = (
-        known.select("flow", "peer_flow")
-        .join(sums, on="flow", how="left")
+        pairs.join(totals, on="flow", how="left")
         .join(there, on="peer_flow", how="left")
+        .group_by("flow", maintain_order=True)
+        .agg(pl.col("tx", "rx").first(), pl.col("out", "back").mean())
     )
     sent, received = pl.sum_horizontal("tx", "out"), pl.sum_horizontal("rx", "back")
     return both.filter(sent + received > 0).select(
@@ -60,8 +63,11 @@ def data_directions(bursts: Bursts, known: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFrame) -> pl.DataFrame:
-    """Every (communicator, use, rank, peer rank) that a QP could serve; `known` as pairing gives it.
+def candidates(
+    known: pl.DataFrame, possible: pl.DataFrame, recording: Recording, directions: pl.DataFrame
+) -> pl.DataFrame:
+    """Every (communicator, use, rank, peer, peer rank) that a QP could serve; `known` and `possible` peers as pairing
+    gives them.
 
     `use` "collective" and "alltoall" name the ranks of the processes that have the QPs, as all members take part.
     `use` "pairs" names those that call: the receiver has the QP itself, while the sender hands its data to the process
@@ -69,7 +75,9 @@ def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFra
     no call of the communicator was seen that could use the QP.
     """
     members = _members(recording["comms"])
-    ends = _both_inside(known, members, recording["comms"])
+    open_ends = known.drop(ENDS[1:]).join(possible, on="flow").select(known.columns)
+    settled = known.join(possible, on="flow", how="anti")
+    ends = _both_inside(pl.concat([settled, open_ends]), members, recording["comms"])
     kinds = _calls(recording["ops"])
     used = kinds.select("comm_id", "use").unique()
     collective = ends.join(used.filter(pl.col("use") != "pairs"), on="comm_id")
@@ -80,6 +88,7 @@ def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFra
     return (
         pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
         .unique(maintain_order=True)
+        .with_columns(open=pl.col("flow").is_in(possible["flow"].implode()))
         .sort("flow", "comm_id", "use", "rank", "peer_rank")
     )
 
@@ -248,7 +257,7 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
     """`scored` with the means of the scores at both ends of a QP, where both saw its data."""
     scores = ["fit", "apart"]
     other = scored.select(
-        pl.col("flow").alias("peer_flow"),
+        pl.when(~pl.col("open")).then("flow").alias("peer_flow"),
         "comm_id",
         "use",
         pl.col("rank").alias("peer_rank"),
@@ -357,14 +366,21 @@ def _named(chosen: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
     def only(name: str) -> pl.Expr:
         return pl.when(pl.col(name).list.len() == 1).then(pl.col(name).list.first())
 
-    flows = chosen.group_by("flow", "node", "peer_node", "comm_id", "nranks", maintain_order=True).agg(
+    flows = chosen.group_by("flow", "node", "comm_id", "nranks", maintain_order=True).agg(
+        pl.col("peer_node").unique().alias("peer_nodes"),
+        pl.col("peer_flow").unique().alias("peer_flows"),
         pl.when(pl.col("use").n_unique() == 1).then(pl.col("use").first()),
         pl.col("rank").unique().sort().alias("ranks"),
         pl.col("peer_rank").drop_nulls().unique().sort().alias("peer_ranks"),
         pl.col("confidence", "evidence").first(),
     )
     return (
-        flows.with_columns(rank=only("ranks"), peer_rank=only("peer_ranks"))
+        flows.with_columns(
+            rank=only("ranks"),
+            peer_rank=only("peer_ranks"),
+            peer_node=only("peer_nodes"),
+            peer_flow=only("peer_flows"),
+        )
         .join(mine, on=["node", "comm_id", "rank"], how="left")
         .join(theirs, on=["peer_node", "comm_id", "peer_rank"], how="left")
         .with_columns(channel=pl.lit(None, I32))

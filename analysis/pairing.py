@@ -40,11 +40,18 @@ def queue_pairs(qps: pl.DataFrame) -> pl.DataFrame:
     return merged.with_columns(pl.Series("flow", derived, U64)).select(qps.columns)
 
 
-def with_peers(lives: pl.DataFrame, nics: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
-    """`lives` with where their other ends are.
+# Of so many bytes one end's are no more than this share of the other's; in all, so much may be missing at one of them.
+TELLING_BYTES, BACK, LOST = 1_000_000, 0.2, 0.1
+ENDS = ["flow", "peer_flow", "peer_node", "peer_nic", "peer_owner_pid"]
+
+
+def with_peers(
+    lives: pl.DataFrame, nics: pl.DataFrame, comms: pl.DataFrame, totals: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`lives` with where their other ends are, and ENDS of those that may have one of several.
 
     Adds owner_pid; peer_node and peer_nic by GID or, without one, by the only QP that can be the other end; and of that
-    QP peer_flow and peer_owner_pid.
+    QP peer_flow and peer_owner_pid. `totals`: flow, and its bytes `tx` and `rx`, from the same time of all.
     """
     homes = (
         nics.explode("gids")
@@ -55,11 +62,14 @@ def with_peers(lives: pl.DataFrame, nics: pl.DataFrame, comms: pl.DataFrame) -> 
         .unique("peer_gid", keep="none")  # link-local GIDs made from equal addresses name nobody
     )
     placed = lives.join(homes, on="peer_gid", how="left").rename({"pid": "owner_pid"})
-    other_end = _only(_mirrored(placed), comms)
-    peer_node = pl.coalesce("gid_node", "end_node", "peer_gid").alias("peer_node")
-    return placed.join(other_end, on="flow", how="left").with_columns(
-        peer_node, pl.coalesce("gid_nic", "end_nic").alias("peer_nic")
+    carried = placed.select("flow", "node").join(totals, on="flow", how="left")
+    watched = carried.filter(pl.sum_horizontal("tx", "rx").sum().over("node") > 0).drop("node")
+    other_end, left = _only(_fitting(_mirrored(placed), watched), comms)
+    known = placed.join(other_end, on="flow", how="left").with_columns(
+        peer_node=pl.coalesce("gid_node", "peer_node", "peer_gid"),
+        peer_nic=pl.coalesce("gid_nic", "peer_nic"),
     )
+    return known, left.join(known.filter(pl.col("peer_node").is_null()), on="flow", how="semi")
 
 
 def _mirrored(placed: pl.DataFrame) -> pl.DataFrame:
@@ -93,9 +103,30 @@ def _mirrored(placed: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
-    """Those of the `possible` pairs that are the only one of a QP, once those of others and what shares no communicator
-    are left out.
+def _fitting(possible: pl.DataFrame, totals: pl.DataFrame) -> pl.DataFrame:
+    """Those of the `possible` pairs of which one end sent what the other received.
+
+    NCCL's connections carry data one way, and small clear-to-send writes the other. `totals` are of the nodes that
+    were watched.
+    """
+    ways = ["tx", "rx"]
+    both = possible.join(totals, on="flow", how="left").join(
+        totals.rename({"flow": "peer_flow", "tx": "peer_tx", "rx": "peer_rx"}), on="peer_flow", how="left"
+    )
+    sent, received = (pl.max_horizontal(one, f"peer_{other}") for one, other in (ways, ways[::-1]))
+    less, more = pl.min_horizontal(sent, received), pl.max_horizontal(sent, received)
+    one_way = (more < TELLING_BYTES) | (less <= BACK * more)
+    kept = [
+        (pl.col(there) == 0) | ((pl.col(here) - pl.col(there)).abs() <= LOST * pl.max_horizontal(here, there))
+        for here, there in (("tx", "peer_rx"), ("peer_tx", "rx"))
+    ]
+    seen = (pl.col("tx") + pl.col("rx") > 0) == (pl.col("peer_tx") + pl.col("peer_rx") > 0)
+    return both.filter((one_way & kept[0] & kept[1] & seen).fill_null(True)).select(possible.columns)
+
+
+def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Those of the `possible` pairs that are the only one of both QPs, once others' and those without a common
+    communicator are left out, and what is left of those (ENDS).
 
     Identical nodes number their QPs alike: that is how a QP has several.
     """
@@ -116,14 +147,17 @@ def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
     found = [left.clear()]
     while True:
         sure = left.filter((pl.len().over("flow") == 1) | (pl.len().over("peer_flow") == 1))
-        # Two that claim one another's only end exclude each other.
+        # Two that have the same only end exclude each other.
         sure = sure.filter(pl.len().over("flow") == 1, pl.len().over("peer_flow") == 1)
         if sure.is_empty():
             break
         found.append(sure)
         taken = pl.concat([sure["flow"], sure["peer_flow"]]).implode()
         left = left.filter(~pl.col("flow").is_in(taken), ~pl.col("peer_flow").is_in(taken))
-    return pl.concat(found).select("flow", "peer_flow", "end_node", "end_nic", "peer_owner_pid")
+    names = {"end_node": "peer_node", "end_nic": "peer_nic"}
+    return pl.concat(found).rename(names | {"node": "of"}).select(ENDS), left.rename(
+        names | {"node": "of"}
+    ).select(ENDS)
 
 
 def with_owners(known: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
