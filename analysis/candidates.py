@@ -19,6 +19,8 @@ ALIKE = 0.1
 APART = 0.2
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
+# With more than this share it has some of another's.
+OVER = 1 / (1 - PLAUSIBLE)
 ALONE = "the only communicator of both its ends"
 
 _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -76,8 +78,7 @@ def candidates(
     """
     members = _members(recording["comms"])
     open_ends = known.drop(ENDS[1:]).join(possible, on="flow").select(known.columns)
-    settled = known.join(possible, on="flow", how="anti")
-    ends = _both_inside(pl.concat([settled, open_ends]), members, recording["comms"])
+    ends = _both_inside(pl.concat([known, open_ends]), members, recording["comms"])
     kinds = _calls(recording["ops"])
     used = kinds.select("comm_id", "use").unique()
     collective = ends.join(used.filter(pl.col("use") != "pairs"), on="comm_id")
@@ -149,9 +150,9 @@ def _both_inside(known: pl.DataFrame, members: pl.DataFrame, comms: pl.DataFrame
             )
         )
     )
-    outside = mine.filter(
-        pl.col("peer_node").is_not_null() & ~pl.col("peer_node").is_in(seen_nodes.implode())
-    ).join(missing.select("comm_id", pl.col("only").alias("peer_rank")), on="comm_id")
+    outside = mine.filter(~pl.col("peer_node").is_in(seen_nodes.implode()).fill_null(False)).join(
+        missing.select("comm_id", pl.col("only").alias("peer_rank")), on="comm_id"
+    )
     columns = [
         "flow",
         "peer_flow",
@@ -230,9 +231,11 @@ def settle(
     )
     chosen = _of_one_use(_explained(scored))
     # What is surest comes first, as it leaves less for the rest.
-    for rule in (_nearest, _nearest, _possible):
+    for rule in (_nearest, _nearest, _between, _nearest, _between, _possible):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
-        chosen = pl.concat([chosen, _of_one_use(rule(left))])
+        sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
+        found = pl.concat([chosen, _of_one_use(rule(left, sure, recording.lives))])
+        chosen = _not_too_many(found, chosen["flow"], directions)
     best = pl.col("fit").max().over("flow")
     # Where several uses are left, ranks are those of all of them.
     mixed = pl.col("use").n_unique().over("flow") > 1
@@ -296,7 +299,7 @@ def _explained(scored: pl.DataFrame) -> pl.DataFrame:
     return scored.join(found, on=["flow", "comm_id"])
 
 
-def _nearest(scored: pl.DataFrame) -> pl.DataFrame:
+def _nearest(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
     """The rows of the communicator whose calls are about as large in all as each flow, while no other's are."""
     comms = (
         scored.group_by("flow", "comm_id")
@@ -310,7 +313,30 @@ def _nearest(scored: pl.DataFrame) -> pl.DataFrame:
     return scored.join(found, on=["flow", "comm_id"])
 
 
-def _possible(scored: pl.DataFrame) -> pl.DataFrame:
+def _between(scored: pl.DataFrame, sure: pl.DataFrame, lives: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the communicator that the flows made before and after each serve, if its calls can have carried it.
+
+    A process makes the connections of a communicator one after the other (its init in src/init.cc, and the first
+    point-to-point calls), and a NIC numbers queue pairs as they are made. The flows are `sure` of theirs.
+    """
+    process = ["node", "nic", "pid"]
+    beside = pl.col("comm_id").fill_null(strategy="forward"), pl.col("comm_id").fill_null(strategy="backward")
+    found = (
+        lives.drop("comm_id")
+        .join(sure, on="flow", how="left")
+        .filter(pl.col("comm_id").is_not_null() | pl.col("flow").is_in(scored["flow"].implode()))
+        .sort(*process, "qpn", "created_ns")
+        .with_columns(before=beside[0].over(process), after=beside[1].over(process))
+        .filter(pl.col("comm_id").is_null(), pl.col("before") == pl.col("after"))
+        .select(
+            "flow", comm_id="before", confidence=pl.lit(0.5), evidence=pl.lit("made between others of its")
+        )
+    )
+    can = (pl.col("apart") < float("inf")).fill_null(True)
+    return scored.filter(can).join(found, on=["flow", "comm_id"])
+
+
+def _possible(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
     """The rows of the only communicator whose calls can have carried each flow."""
     comms = (
         scored.group_by("flow", "comm_id")
@@ -323,21 +349,43 @@ def _possible(scored: pl.DataFrame) -> pl.DataFrame:
 
 
 def _without_full(left: pl.DataFrame, chosen: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
-    """`left` without the collectives whose bytes on their node are those of the flows `chosen` for them already.
+    """`left` without the collectives whose bytes on their node are those of the flows `chosen` for them already, or
+    would be too many with the flow.
 
     A ring enters and leaves a node once a channel, so that all channels carry what each member's calls amount to; trees
     do so on the average of the nodes.
     """
     where = ["node", "comm_id", "use", "direction"]
-    full = (
+    taken = (
         chosen.filter(pl.col("use") == "collective")
         .join(directions, on="flow")
         .unique("flow")
         .group_by(where)
-        .agg(pl.col("carried").sum(), pl.col("called").max())
-        .filter(pl.col("carried") >= FULL * pl.col("called"))
+        .agg(pl.col("carried").sum().alias("taken"))
     )
-    return left.join(directions, on="flow").join(full, on=where, how="anti").drop("direction")
+    already = pl.col("taken").fill_null(0.0)
+    full = (already >= FULL * pl.col("called")) | (already + pl.col("carried") > OVER * pl.col("called"))
+    return (
+        left.join(directions, on="flow")
+        .join(taken, on=where, how="left")
+        .filter(~((pl.col("use") == "collective") & (pl.col("called") > 0) & full).fill_null(False))
+        .drop("direction", "taken")
+    )
+
+
+def _not_too_many(found: pl.DataFrame, sure: pl.Series, directions: pl.DataFrame) -> pl.DataFrame:
+    """`found` without the flows that a collective has no bytes for on their node, the least near first; `sure` stay."""
+    where = ["node", "comm_id", "use", "direction"]
+    flows = (
+        found.filter(pl.col("use") == "collective", pl.col("called").is_not_null())
+        .unique("flow")
+        .join(directions, on="flow")
+        .with_columns(later=~pl.col("flow").is_in(sure.implode()))
+        .sort("later", "apart", "flow")
+        .with_columns(carried=pl.col("carried").cum_sum().over(where))
+    )
+    over = flows.filter("later", pl.col("carried") > OVER * pl.col("called"))
+    return found.join(over, on="flow", how="anti")
 
 
 def _of_one_use(chosen: pl.DataFrame) -> pl.DataFrame:

@@ -61,13 +61,25 @@ def with_peers(
         .drop_nulls("peer_gid")
         .unique("peer_gid", keep="none")  # link-local GIDs made from equal addresses name nobody
     )
-    placed = lives.join(homes, on="peer_gid", how="left").rename({"pid": "owner_pid"})
+    gids = nics["gids"].explode().drop_nulls()
+    addressed = nics.filter(pl.col("gids").list.len() > 0)["node"].unique()
+    # A peer of another address is on none of the nodes whose addresses are known.
+    abroad = pl.col("peer_gid").is_not_null() & ~pl.col("peer_gid").is_in(gids.implode())
+    placed = (
+        lives.join(homes, on="peer_gid", how="left")
+        .rename({"pid": "owner_pid"})
+        .with_columns(abroad=abroad.fill_null(False), addressed=pl.col("node").is_in(addressed.implode()))
+    )
     carried = placed.select("flow", "node").join(totals, on="flow", how="left")
     watched = carried.filter(pl.sum_horizontal("tx", "rx").sum().over("node") > 0).drop("node")
     other_end, left = _only(_fitting(_mirrored(placed), watched), comms)
-    known = placed.join(other_end, on="flow", how="left").with_columns(
-        peer_node=pl.coalesce("gid_node", "peer_node", "peer_gid"),
-        peer_nic=pl.coalesce("gid_nic", "peer_nic"),
+    known = (
+        placed.drop("abroad", "addressed")
+        .join(other_end, on="flow", how="left")
+        .with_columns(
+            peer_node=pl.coalesce("gid_node", "peer_node", "peer_gid"),
+            peer_nic=pl.coalesce("gid_nic", "peer_nic"),
+        )
     )
     return known, left.join(known.filter(pl.col("peer_node").is_null()), on="flow", how="semi")
 
@@ -86,7 +98,8 @@ def _mirrored(placed: pl.DataFrame) -> pl.DataFrame:
         pl.col("gone_ns").fill_null(FOREVER).alias("end_ends"),
         pl.col("gid_node").alias("back_node"),
         pl.col("gid_nic").alias("back_nic"),
-        pl.col("peer_gid").alias("back_gid"),
+        pl.col("abroad").alias("back_abroad"),
+        pl.col("addressed").alias("end_addressed"),
     ).drop_nulls(["qpn", "peer_qpn"])
     return (
         placed.join(ends, on=["qpn", "peer_qpn"])
@@ -96,10 +109,15 @@ def _mirrored(placed: pl.DataFrame) -> pl.DataFrame:
             (pl.col("gid_nic") == pl.col("end_nic")).fill_null(True),
             (pl.col("back_node") == pl.col("node")).fill_null(True),
             (pl.col("back_nic") == pl.col("nic")).fill_null(True),
+            ~(pl.col("abroad") & pl.col("end_addressed")),
+            ~(pl.col("back_abroad") & pl.col("addressed")),
             pl.col("created_ns").fill_null(-FOREVER) <= pl.col("end_ends"),
             pl.col("gone_ns").fill_null(FOREVER) >= pl.col("end_begins"),
         )
-        .select("flow", "node", "owner_pid", "peer_flow", "end_node", "end_nic", "peer_owner_pid")
+        .select(
+            *("flow", "node", "owner_pid", "peer_flow", "end_node", "end_nic", "peer_owner_pid"),
+            addressed=pl.col("gid_node").is_not_null() | pl.col("back_node").is_not_null(),
+        )
     )
 
 
@@ -121,29 +139,37 @@ def _fitting(possible: pl.DataFrame, totals: pl.DataFrame) -> pl.DataFrame:
         for here, there in (("tx", "peer_rx"), ("peer_tx", "rx"))
     ]
     seen = (pl.col("tx") + pl.col("rx") > 0) == (pl.col("peer_tx") + pl.col("peer_rx") > 0)
-    return both.filter((one_way & kept[0] & kept[1] & seen).fill_null(True)).select(possible.columns)
+    fits = pl.col("addressed") | (one_way & kept[0] & kept[1] & seen)
+    return both.filter(fits.fill_null(True)).select(possible.columns)
 
 
 def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Those of the `possible` pairs that are the only one of both QPs, once others' and those without a common
     communicator are left out, and what is left of those (ENDS).
 
-    Identical nodes number their QPs alike: that is how a QP has several.
+    Identical nodes number their QPs alike: that is how a QP has several. Where a communicator has members that were not
+    recorded, one of them may be another.
     """
-    members = comms.drop_nulls("comm_id").select("node", "pid", "comm_id").unique()
-    end = members.rename({"node": "end_node", "pid": "peer_owner_pid"})
-    together = (
-        possible.select("node", "owner_pid", "end_node", "peer_owner_pid")
-        .unique()
-        .join(members, left_on=["node", "owner_pid"], right_on=["node", "pid"])
-        .join(end, on=["end_node", "peer_owner_pid", "comm_id"])
-    )
-    alone = pl.col("owner_pid").is_in(members["pid"].implode()) & pl.col("peer_owner_pid").is_in(
-        members["pid"].implode()
-    )
     processes = ["node", "owner_pid", "end_node", "peer_owner_pid"]
-    strangers = possible.filter(alone.fill_null(False)).join(together, on=processes, how="anti")
+    members = comms.drop_nulls("comm_id").select(
+        "node",
+        owner_pid="pid",
+        comm_id="comm_id",
+        whole=pl.col("rank").n_unique().over("comm_id") >= pl.col("nranks"),
+    )
+    theirs = members.rename({"node": "end_node", "owner_pid": "peer_owner_pid"})
+    together = members.join(theirs, on="comm_id").select(processes).unique()
+    both = possible.join(members, on=processes[:2], how="semi").join(theirs, on=processes[2:], how="semi")
+    strangers = both.join(together, on=processes, how="anti")
+    parted = members.filter(~pl.col("whole").fill_null(False)).select(processes[:2]).unique()
     left = possible.join(strangers, on=["flow", "peer_flow"], how="anti")
+    alone = pl.concat(
+        [
+            left.filter("addressed"),
+            left.filter(~pl.col("addressed")).join(parted, on=processes[:2], how="anti"),
+        ]
+    )
+    left, unsure = alone, left.join(alone, on=["flow", "peer_flow"], how="anti")
     found = [left.clear()]
     while True:
         sure = left.filter((pl.len().over("flow") == 1) | (pl.len().over("peer_flow") == 1))
@@ -153,11 +179,18 @@ def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> tuple[pl.DataFrame, pl
             break
         found.append(sure)
         taken = pl.concat([sure["flow"], sure["peer_flow"]]).implode()
-        left = left.filter(~pl.col("flow").is_in(taken), ~pl.col("peer_flow").is_in(taken))
-    names = {"end_node": "peer_node", "end_nic": "peer_nic"}
-    return pl.concat(found).rename(names | {"node": "of"}).select(ENDS), left.rename(
-        names | {"node": "of"}
-    ).select(ENDS)
+        left, unsure = (
+            frame.filter(~pl.col("flow").is_in(taken), ~pl.col("peer_flow").is_in(taken))
+            for frame in (left, unsure)
+        )
+    columns = [
+        "flow",
+        "peer_flow",
+        pl.col("end_node").alias("peer_node"),
+        pl.col("end_nic").alias("peer_nic"),
+        "peer_owner_pid",
+    ]
+    return pl.concat(found).select(columns), pl.concat([left, unsure]).select(columns)
 
 
 def with_owners(known: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
