@@ -231,17 +231,24 @@ def settle(
     )
     chosen = _of_one_use(_explained(scored))
     # What is surest comes first, as it leaves less for the rest.
-    for rule in (_nearest, _nearest, _between, _nearest, _between, _possible):
+    for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
         sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
         found = pl.concat([chosen, _of_one_use(rule(left, sure, recording.lives))])
         chosen = _not_too_many(found, chosen["flow"], directions)
+    left = scored.join(chosen, on="flow", how="anti")
+    for possible in (_without_full(left, chosen, directions), left):
+        found = _possible(possible).join(chosen, on="flow", how="anti")
+        chosen = pl.concat([chosen, _of_one_use(found)])
     best = pl.col("fit").max().over("flow")
     # Where several uses are left, ranks are those of all of them.
     mixed = pl.col("use").n_unique().over("flow") > 1
     chosen = chosen.filter(mixed | (pl.col("fit") >= best - ALIKE))
     chosen = pl.concat([alone, chosen.select(alone.columns)])
-    return _named(chosen, recording["comms"])
+    # A peer that was not recorded may be any.
+    peer = ["peer_node", "peer_flow", "peer_pid", "peer_rank"]
+    unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
+    return _named(chosen, recording["comms"]).with_columns(pl.when(~unknown).then(pl.col(peer)).name.keep())
 
 
 def _on_wire(recording: Recording) -> bool:
@@ -336,7 +343,7 @@ def _between(scored: pl.DataFrame, sure: pl.DataFrame, lives: pl.DataFrame) -> p
     return scored.filter(can).join(found, on=["flow", "comm_id"])
 
 
-def _possible(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
+def _possible(scored: pl.DataFrame) -> pl.DataFrame:
     """The rows of the only communicator whose calls can have carried each flow."""
     comms = (
         scored.group_by("flow", "comm_id")
