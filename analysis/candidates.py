@@ -230,7 +230,9 @@ def settle(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
     chosen = _of_one_use(_explained(scored))
-    # What is surest comes first, as it leaves less for the rest.
+    # Without a peer, the bursts alone tell; otherwise, what is surest comes first, as it leaves less for the rest.
+    unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
+    scored = scored.filter(~unknown)
     for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
         sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
@@ -247,7 +249,6 @@ def settle(
     chosen = pl.concat([alone, chosen.select(alone.columns)])
     # A peer that was not recorded may be any.
     peer = ["peer_node", "peer_flow", "peer_pid", "peer_rank"]
-    unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
     return _named(chosen, recording["comms"]).with_columns(pl.when(~unknown).then(pl.col(peer)).name.keep())
 
 
