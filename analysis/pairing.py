@@ -105,6 +105,10 @@ def _mirrored(placed: pl.DataFrame) -> pl.DataFrame:
         placed.join(ends, on=["qpn", "peer_qpn"])
         .filter(
             pl.col("flow") != pl.col("peer_flow"),
+            # No process talks to itself over the network.
+            (
+                (pl.col("node") != pl.col("end_node")) | (pl.col("owner_pid") != pl.col("peer_owner_pid"))
+            ).fill_null(True),
             (pl.col("gid_node") == pl.col("end_node")).fill_null(True),
             (pl.col("gid_nic") == pl.col("end_nic")).fill_null(True),
             (pl.col("back_node") == pl.col("node")).fill_null(True),

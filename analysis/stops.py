@@ -75,8 +75,7 @@ def _who(comm: str, part: pl.DataFrame, processes: pl.DataFrame, silence: _Silen
         .sort("rank")
     )
     last = int(ranks["step"].max())  # type: ignore[arg-type]
-    at_last = part.filter(pl.col("step") == last)
-    unfinished = at_last.filter(pl.col("end_ns").is_null())
+    unfinished = part.filter(pl.col("step") == _stuck_in(part, last), pl.col("end_ns").is_null())
     missing = int(ranks["nranks"].max() or 0) - ranks["rank"].n_unique()  # type: ignore[arg-type]
     behind = ranks.filter(pl.col("step") < last)
     if behind.is_empty() and unfinished.is_empty():
@@ -118,6 +117,17 @@ def _who(comm: str, part: pl.DataFrame, processes: pl.DataFrame, silence: _Silen
     if behind.height:
         return f"communicator {comm} stopped, and ranks {behind['rank'].to_list()} all miss operator {last}"
     return _inside(comm, unfinished, ranks, silence)
+
+
+def _stuck_in(part: pl.DataFrame, last: int) -> int:
+    """The first step that a flow did not finish, nor any after it; `last` without any.
+
+    Calls run ahead of what the GPU does: the ones after it were made, and can have moved a little.
+    """
+    flow = ["node", "rank", "peer_rank", "direction"]
+    flows = part.filter(pl.col("level") == "flow", pl.col("completion").is_not_null())
+    done = pl.col("step").filter(pl.col("end_ns").is_not_null()).max().over(flow).fill_null(-1)
+    return int(flows.filter(pl.col("step") > done).select(pl.col("step").min().fill_null(last)).item())
 
 
 def _inside(comm: str, unfinished: pl.DataFrame, ranks: pl.DataFrame, silence: _Silence) -> Finding | str:

@@ -29,6 +29,8 @@ CALL_NS = [1_000_000 * number for number in range(1, 9)]
         ("moe", "pcc", ("late-attach",), 0.98),
         ("moe", "packets", ("missing-agent", "qpn-reuse"), 0.98),
         ("megatron-graph", "packets", (), 0.999),
+        ("megatron", "pcc", ("late-attach", "same-qpns"), 0.98),
+        ("moe-alltoall", "pcc", ("netlink-only", "same-qpns"), 0.98),
     ],
 )
 def test_bytes_go_to_the_true_communicator_and_peer(
@@ -51,6 +53,34 @@ def test_bytes_go_to_the_true_communicator_and_peer(
     assert owners.wrong == 0
     assert owners.caller >= least
     assert owners.caller_wrong == 0
+
+
+@pytest.mark.parametrize(
+    ("workload", "source", "conditions"),
+    [
+        ("dp", "pcc", ("late-attach", "same-qpns")),
+        ("context", "pcc", ("late-attach", "same-qpns", "missing-agent")),
+        ("moe-skew", "diag+netlink", ()),
+    ],
+)
+def test_what_cannot_be_told_is_not_told_wrongly(
+    workload: str, source: str, conditions: tuple[str, ...], tmp_path: Path
+) -> None:
+    simulate(
+        "healthy",
+        tmp_path,
+        seed=5,
+        nodes=4,
+        gpus=4,
+        workload=workload,
+        seconds=0.3,
+        source=source,
+        conditions=conditions,
+    )
+    owners = compare(tmp_path)
+    assert owners.right + owners.unpaired > 0.6
+    assert owners.wrong < 1e-4
+    assert owners.caller_wrong < 1e-4
 
 
 def test_another_tenants_traffic_is_listed(tmp_path: Path) -> None:
