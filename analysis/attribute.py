@@ -6,6 +6,7 @@ import polars as pl
 
 from pulse_bpf.analysis.bursts import bursts
 from pulse_bpf.analysis.candidates import candidates, data_directions, settle
+from pulse_bpf.analysis.channels import with_channels
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import FOREVER, QP, with_owners, with_peers
 from pulse_bpf.analysis.samples import PORT
@@ -100,8 +101,9 @@ def covered(recording: Recording) -> pl.DataFrame:
 def flows(recording: Recording) -> pl.DataFrame:
     """Each life of a QP with what it belongs to, in FLOWS columns.
 
-    Where the two ends of a QP share several communicators, or several processes of the node may have called, what it
-    carried first settles which (by_volume). Both ends of a QP count, where both were recorded.
+    `channel` as channels.py tells it. Where the two ends of a QP share several communicators, or several processes of
+    the node may have called, what it carried first settles which (by_volume). Both ends of a QP count, where both were
+    recorded.
     """
     carried = bursts(recording.samples, recording.lives["flow"])
     paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], carried.totals())
@@ -133,6 +135,7 @@ def flows(recording: Recording) -> pl.DataFrame:
         .then(pl.lit("its peer is unknown"))
         .otherwise(pl.lit("no communicator seen holds both its ends"))
     )
-    return joined.with_columns(reason=reason).select(
+    flows = joined.with_columns(reason=reason).select(
         pl.col(name).cast(dtype) for name, dtype in FLOWS.items()
     )
+    return with_channels(flows, directions, recording["channels"])

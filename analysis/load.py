@@ -54,7 +54,9 @@ class Recording:
 
     def __getitem__(self, table: str) -> pl.DataFrame:
         """The table in memory; of the samples, all rows of all sources."""
-        return self.samples.whole() if table == "samples" else self.tables[table]
+        if table == "samples":
+            return self.samples.whole()
+        return self.tables[table]
 
     @property
     def damaged(self) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,13 +23,13 @@ UNREADABLE = (pl.exceptions.PolarsError, pa.ArrowException, OSError, ValueError)
 
 # What is read of each row. `tx` is 1 of what its node sent and 0 of what it received; counts that are not known
 # are 0.
-WINDOW = pl.Schema(
+BATCH = pl.Schema(
     {"flow": U64, "tx": U8, "t_ns": I64, "bin_ns": U32, "bytes": U64, "retx_bytes": U64, "ctl_packets": U32}
 )
 
 
 class Batch(NamedTuple):
-    """`rows` of `nodes` (WINDOW): those of one (flow, tx) are in the order of time, and what is of one bin adds up.
+    """`rows` of `nodes` (BATCH): those of one (flow, tx) are in the order of time, and what is of one bin adds up.
 
     No later batch of these nodes has a row before `until_ns`, and those of equal `until_ns` are one window of time: in
     it, any batch may have rows of any bin.
@@ -126,11 +126,6 @@ class Samples:
         spans = pl.DataFrame(rows, schema={"node": STR, "from_ns": I64, "to_ns": I64}, orient="row")
         return spans.group_by("node").agg(pl.col("from_ns").min(), pl.col("to_ns").max()).sort("node")
 
-    def windows(self) -> Iterator[tuple[tuple[str, ...], pl.DataFrame]]:
-        """(nodes, WINDOW frame): what of `batches` is one window of time."""
-        for (nodes, _), window in groupby(self.batches(), lambda batch: (batch.nodes, batch.until_ns)):
-            yield nodes, pl.concat(batch.rows for batch in window)
-
     def batches(self, since_ns: int = FOREVER, wanted: Collection[int] = ()) -> Iterator[Batch]:
         """All rows, node by node, each node's from the first moment to the last; nodes that share a part come together.
 
@@ -170,7 +165,7 @@ class Samples:
             opened = [(part, frames) for part, frames in opened if part.last_ns >= end_ns]
 
     def _rows(self, part: _Part) -> Iterator[pl.DataFrame]:
-        """The rows of `part` that count, in WINDOW columns and in its order."""
+        """The rows of `part` that count, in BATCH columns and in its order."""
         one_source = self.sources.width == 1
         if part.path is None or not part.plain or not one_source:
             yield self._resolved(part, one_source)
@@ -323,8 +318,8 @@ def _bounds(meta: pq.FileMetaData, index: int) -> tuple[Any, Any, int | None]:
 
 
 def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
-    """WINDOW frames of the file's row groups; columns with one value are not read."""
-    names = {"direction" if name == "tx" else name: dtype for name, dtype in WINDOW.items()}
+    """BATCH frames of the file's row groups; columns with one value are not read."""
+    names = {"direction" if name == "tx" else name: dtype for name, dtype in BATCH.items()}
     wanted = [name for name in names if name not in constants]
     with pq.ParquetFile(path, memory_map=True, read_dictionary=["direction"]) as file:
         for number in range(file.num_row_groups):
@@ -340,4 +335,4 @@ def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
                     columns.append(pl.Series(is_tx[codes.indices.to_numpy()]))
                 else:
                     columns.append(pl.Series(table.column(name)).cast(dtype).fill_null(0))
-            yield pl.DataFrame(dict(zip(WINDOW, columns, strict=True)))
+            yield pl.DataFrame(dict(zip(BATCH, columns, strict=True)))

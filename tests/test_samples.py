@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pulse_bpf.analysis.load import Recording, load
-from pulse_bpf.analysis.samples import WINDOW
+from pulse_bpf.analysis.samples import BATCH
 from pulse_bpf.schema import conform, empty, flow_id
 from pulse_bpf.store import RecordingWriter
 
@@ -65,10 +65,10 @@ def _write(directory: Path, parts: list[pl.DataFrame], qps: pl.DataFrame) -> Pat
 
 def _read(recording: Recording) -> pl.DataFrame:
     """All batches as one; their order is checked on the way."""
-    frames, until = [pl.DataFrame(schema=WINDOW)], {}
+    frames, until = [pl.DataFrame(schema=BATCH)], {}
     last: dict[tuple[int, int], int] = {}
     for batch in recording.samples.batches():
-        assert batch.rows.schema == WINDOW
+        assert batch.rows.schema == BATCH
         assert batch.rows.null_count().sum_horizontal().item() == 0
         if batch.rows.is_empty():
             continue
@@ -90,7 +90,7 @@ def _as_batch(rows: pl.DataFrame) -> pl.DataFrame:
     return (
         rows.with_columns((pl.col("direction") == "tx").cast(pl.UInt8).alias("tx"))
         .with_columns(pl.col(COUNTS).fill_null(0))
-        .select(WINDOW.names())
+        .select(BATCH.names())
         .sort(pl.all())
     )
 
