@@ -28,16 +28,15 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS)."""
-    lives = attribute.queue_pairs(recording["qps"])
-    rows = attribute.samples(recording, lives)
-    flows = attribute.flows(recording, lives, rows)
+    rows = attribute.samples(recording, recording.lives)
+    flows = attribute.flows(recording)
     called, sent = segment.program(recording["ops"])
-    covered = attribute.covered(recording, rows)
+    covered = attribute.covered(recording)
     segments = segment.segment(called, sent, flows, rows, covered)
     return metrics.measure(segments, called, flows, rows, covered), flows
 
 
 def conclude(recording: Recording, table: pl.DataFrame, flows: pl.DataFrame) -> Findings:
     """The verdict on `recording` from what `measure` gives of it."""
-    small = {name: frame for name, frame in recording.tables.items() if name not in ("samples", "ops")}
+    small = {name: frame for name, frame in recording.tables.items() if name != "ops"}
     return localize(table, flows, small, recording.damaged)

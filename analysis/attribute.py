@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.analysis.bursts import bursts
 from pulse_bpf.analysis.candidates import candidates, data_directions, settle
+from pulse_bpf.analysis.channels import with_channels
 from pulse_bpf.analysis.load import Recording
-from pulse_bpf.analysis.pairing import FOREVER, with_owners, with_peers
-from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64, flow_id
-
-QP = ["node", "nic", "port", "qpn"]
+from pulse_bpf.analysis.pairing import FOREVER, QP, with_owners, with_peers
+from pulse_bpf.analysis.samples import PORT
+from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
 
 # One row per life of a queue pair.
 #
@@ -47,36 +48,6 @@ _FLOWS: dict[str, pl.DataType | type[pl.DataType]] = {
 FLOWS = pl.Schema(_FLOWS)
 
 
-def queue_pairs(qps: pl.DataFrame) -> pl.DataFrame:
-    """One row per life of a queue pair, in QPS columns, sorted by QP and creation.
-
-    Rows of one QP whose lives overlap describe the same life: each column is taken from the best origin that
-    knows it, uprobe before netlink before capture. A life without a `flow` gets the one the format derives.
-    """
-    priority = pl.col("origin").replace_strict({"uprobe": 0, "netlink": 1, "capture": 2}, default=3)
-    begins, ends = pl.col("created_ns").fill_null(-FOREVER), pl.col("gone_ns").fill_null(FOREVER)
-    lives = (
-        qps.with_columns(priority=priority, begins=begins, ends=ends)
-        .sort(*QP, "begins", "ends", "priority")
-        .with_columns(
-            apart=(pl.col("begins") > pl.col("ends").cum_max().shift(1).over(QP)).fill_null(False)
-            | (pl.col("flow") != pl.col("flow").shift(1).over(QP)).fill_null(False)
-        )
-        .with_columns(life=pl.col("apart").cum_sum().over(QP))
-    )
-    others = [name for name in qps.columns if name not in QP]
-    merged = (
-        lives.sort(*QP, "life", "priority")
-        .group_by(*QP, "life", maintain_order=True)
-        .agg(pl.col(others).drop_nulls().first())
-    )
-    derived = [
-        flow if flow is not None else flow_id(node, nic, port, qpn, life)
-        for node, nic, port, qpn, life, flow in merged.select(*QP, "life", "flow").iter_rows()
-    ]
-    return merged.with_columns(pl.Series("flow", derived, U64)).select(qps.columns)
-
-
 def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     """The samples of one source per (node, nic, port, direction), one row per (flow, direction, bin), sorted so.
 
@@ -84,7 +55,7 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     life of their QP that had begun by then. `flow` stays null where the QP is in no qps row.
     """
     rows = recording["samples"]
-    port = ["node", "nic", "port", "direction"]
+    port = PORT
     sources = rows.select(*port, "source", "bin_ns").unique()
     best = sources.sort("bin_ns", "source").unique(port, keep="first", maintain_order=True).drop("bin_ns")
     if best.height < sources.height:
@@ -110,35 +81,49 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
     return rows
 
 
-def covered(recording: Recording, rows: pl.DataFrame) -> pl.DataFrame:
+def covered(recording: Recording) -> pl.DataFrame:
     """node, nic, port, direction, from_ns, to_ns: when bytes of a port would have been seen, had there been any.
 
-    From the coverage table; where that says nothing of a port, from its first to its last sample in `rows`.
+    From the coverage table; where that says nothing of a port, from the first to the last sample of its node.
     """
-    port = ["node", "nic", "port", "direction"]
     stated = (
         recording["coverage"]
-        .drop_nulls(port)
-        .group_by(port)
+        .drop_nulls(PORT)
+        .group_by(PORT)
         .agg(pl.col("first_ns").min().alias("from_ns"), pl.col("last_ns").max().alias("to_ns"))
     )
-    observed = rows.group_by(port).agg(
-        pl.col("t_ns").min().alias("from_ns"), (pl.col("t_ns") + pl.col("bin_ns")).max().alias("to_ns")
-    )
-    return pl.concat([stated, observed.join(stated, on=port, how="anti").select(stated.columns)]).sort(port)
+    ports = recording.lives.select(PORT[:-1]).unique().join(recording.samples.spans(), on="node")
+    both = pl.DataFrame({"direction": ["tx", "rx"]})
+    others = ports.join(both, how="cross").join(stated, on=PORT, how="anti", nulls_equal=True)
+    return pl.concat([stated, others.select(stated.columns)]).sort(PORT)
 
 
-def flows(recording: Recording, lives: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """Each life of a QP in `lives` with what it belongs to, in FLOWS columns.
+def flows(recording: Recording) -> pl.DataFrame:
+    """Each life of a QP with what it belongs to, in FLOWS columns.
 
-    `rows` are the samples: where the two ends of a QP share several communicators, or several processes of the node may
-    have called, its volumes settle which (by_volume). Both ends of a QP count, where both were recorded.
+    `channel` as channels.py tells it. Where the two ends of a QP share several communicators, or several processes of
+    the node may have called, what it carried first settles which (by_volume). Both ends of a QP count, where both were
+    recorded.
     """
-    known = with_owners(with_peers(lives, recording["nics"]), recording["comms"])
-    directions = data_directions(rows, known)
-    found = candidates(known, recording, directions)
-    settled = settle(found, directions, recording, rows)
-    joined = known.drop("comm_id").join(settled, on="flow", how="left")
+    carried = bursts(recording.samples, recording.lives["flow"])
+    paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], carried.totals())
+    known = with_owners(paired, recording["comms"])
+    directions = data_directions(carried.totals(), known, possible)
+    found = candidates(known, possible, recording, directions)
+    settled = settle(found, directions, recording, carried)
+    there = known.select("nic", peer_flow="flow", end_pid="owner_pid")
+    joined = (
+        known.drop("comm_id")
+        .rename({"peer_node": "only_node", "peer_nic": "only_nic", "peer_owner_pid": "only_pid"})
+        .drop("peer_flow")
+        .join(settled, on="flow", how="left")
+        .join(there.rename({"nic": "end_nic"}), on="peer_flow", how="left")
+        .with_columns(
+            peer_node=pl.coalesce("only_node", "peer_node"),
+            peer_nic=pl.coalesce("only_nic", "end_nic"),
+            peer_owner_pid=pl.coalesce("only_pid", "end_pid"),
+        )
+    )
     reason = (
         pl.when(pl.col("comm_id").is_not_null())
         .then(None)
@@ -150,6 +135,7 @@ def flows(recording: Recording, lives: pl.DataFrame, rows: pl.DataFrame) -> pl.D
         .then(pl.lit("its peer is unknown"))
         .otherwise(pl.lit("no communicator seen holds both its ends"))
     )
-    return joined.with_columns(reason=reason).select(
+    flows = joined.with_columns(reason=reason).select(
         pl.col(name).cast(dtype) for name, dtype in FLOWS.items()
     )
+    return with_channels(flows, directions, recording["channels"])

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
+from pulse_bpf.analysis.bursts import WARMUP_NS, Bursts, Floats, fit, volumes
 from pulse_bpf.schema import F64, I32, STR, U64
 
-Longs = NDArray[np.int64]
-Floats = NDArray[np.float64]
-
-# How far a burst may be from the volume of a call, or of so many successive ones.
-TOLERANCE, SUCCESSIVE = 0.004, 4
-# Silences of so many bins, or more, are tried as what separates calls: within a call there are shorter ones.
-SILENCES = (2, 8, 32, 128)
 # NCCL has at most so many channels (MAXCHANNELS in src/include/device.h is 64; half of them per direction of a NIC).
 MAX_CHANNELS = 32
-# Beginning and end of a recording cut calls: by so much may what was carried differ from what was called.
-PLAUSIBLE = 0.4
-# Below this many bytes a call is a few lines of NCCL's LL protocol, whose padding hides its size.
-TINY_BYTES = 16384
+# Queue pairs that share what goes from one rank to another, each 1, 2 or 4 in number: see bursts.fit.
+SHARING = -4
 # Headers of a RoCEv2 packet, and what MTUs there are: a source that counts wire bytes has them in its bursts.
 HEADER_BYTES, MTUS = 62, (4096, 2048, 1024)
 # Calls that are looked at; a job repeats itself.
-MAX_CALLS, MAX_BURSTS = 2048, 4096
-# In wider bins than this, what looks like one burst is several calls, and the few there are fit anything.
-MAX_BIN_NS = 2_000_000
+MAX_CALLS = 2048
 TWO_SIDED = ("Send", "Recv")
+TO_ALL = ("AlltoAll", "Gather", "Scatter")
 
 CANDIDATES = pl.Schema(
     {"flow": U64, "node": STR, "comm_id": STR, "use": STR, "rank": I32, "nranks": I32, "peer_rank": I32}
@@ -35,167 +27,126 @@ CANDIDATES = pl.Schema(
 
 
 def score(
-    candidates: pl.DataFrame, directions: pl.DataFrame, ops: pl.DataFrame, rows: pl.DataFrame, wire: bool
+    candidates: pl.DataFrame, directions: pl.DataFrame, ops: pl.DataFrame, bursts: Bursts, wire: bool
 ) -> pl.DataFrame:
     """`candidates` (CANDIDATES and more) with `fit`, the share of the flow's bytes in bursts that calls explain.
 
-    `directions`: flow and the `direction` of its data. `rows`: samples as attribute.samples gives them. A burst is
+    `directions`: flow and the `direction` of its data. A burst is
     what lies between two silences, and is explained when it is as large as one of the candidate's calls, or as some
     successive ones, by NCCL's published volumes of rings, trees and direct transfers over any number of channels.
     `apart`: how far all its bytes are from those of all calls, as a share of them; infinite where the calls cannot have
-    carried them, null where none was seen. `carried` and `called` are these
-    bytes, the latter of all channels and null for what is replayed. All are null where nothing was seen of the flow's
-    data. `wire`: bytes include headers. Assumes that the communicator has a queue pair of its own for each channel and
-    peer; a shared one fits none.
+    carried them. `carried` and `called` are these bytes, the latter of all channels and null for what is replayed. All
+    are null where nothing was seen of the flow's data. `wire`: bytes include headers. Assumes that the communicator
+    has a queue pair of its own for each channel and peer; a shared one fits none.
     """
-    chosen = directions.join(candidates.select("flow").unique(), on="flow", how="semi")
-    curves = {
-        flow: (frame["t_ns"].to_numpy(), frame["net"].to_numpy().astype(np.int64), int(frame["bin_ns"][0]))
-        for (flow,), frame in rows.join(chosen, on=["flow", "direction"], how="semi")
-        .with_columns(net=pl.col("bytes").cast(pl.Int64) - pl.col("retx_bytes").fill_null(0).cast(pl.Int64))
-        .filter(pl.col("net") > 0)
-        .partition_by("flow", as_dict=True, maintain_order=True)
-        .items()
-    }
-    bursts = {flow: _bursts(*curve) for flow, curve in curves.items()}
-    overheads = [1 + HEADER_BYTES / mtu for mtu in MTUS] if wire else [1.0]
-    calls = _Calls(ops)
     way = dict(directions.select("flow", "direction").iter_rows())
-    found: list[tuple[float | None, ...]] = []
-    for row in candidates.iter_rows(named=True):
-        if row["flow"] in bursts:
-            sequences, channels, replayed = calls.volumes(row, way[row["flow"]])
-            called = float(sequences[0].sum()) if sequences and not replayed else None
-            found.append((*_fit(bursts[row["flow"]], sequences, channels, replayed, overheads), called))
-        else:
-            found.append((None, None, None))
-    scores = pl.DataFrame(found, schema={"fit": F64, "apart": F64, "called": F64}, orient="row")
-    carried = {flow: float(of_flow[0].sum()) for flow, of_flow in bursts.items()}
-    return candidates.with_columns(
-        *scores, carried=pl.col("flow").replace_strict(carried, default=None, return_dtype=F64)
+    calls = _Calls(ops, bursts.start_ns)
+    streams, sequences, channels, replayed, known = [], [], [], [], []
+    at = np.searchsorted(bursts.flows, candidates["flow"].to_numpy())
+    for row, number in zip(candidates.iter_rows(named=True), at.tolist(), strict=True):
+        direction = way.get(row["flow"])
+        stream = 2 * number + (direction == "tx")
+        known.append(direction is not None and bursts.slot[stream] >= 0)
+        if known[-1]:
+            found = calls.of(row, str(direction), int(bursts.slot[stream]))
+            streams.append(stream)
+            sequences.append(found.sequences)
+            channels.append(found.channels)
+            replayed.append(found.replayed)
+    derived = volumes(calls.sequences, MAX_CALLS)
+    first = np.array(sequences, np.int64).reshape(-1, 2)
+    best, apart = fit(
+        bursts.total,
+        bursts.bin_ns,
+        bursts.sizes,
+        bursts.offsets,
+        *derived,
+        np.array(streams, np.int64),
+        first,
+        np.array(channels, np.int64),
+        np.array(replayed, np.bool_),
+        np.array([1 + HEADER_BYTES / mtu for mtu in MTUS] if wire else [1.0]),
     )
+    called = np.where(np.array(replayed, np.bool_) | (first[:, 0] < 0), np.nan, derived.whole[first[:, 0]])
+    scores = {
+        "fit": best,
+        "apart": apart,
+        "called": called,
+        "carried": bursts.total[np.array(streams, np.int64)],
+    }
+    where = np.flatnonzero(known)
+    columns = []
+    for name, values in scores.items():
+        column = np.full(len(known), np.nan)
+        column[where] = values
+        columns.append(pl.Series(name, column, F64).fill_nan(None))
+    return candidates.with_columns(columns)
+
+
+class _Found(NamedTuple):
+    sequences: tuple[int, int]
+    channels: int
+    replayed: bool
 
 
 class _Calls:
-    """What the calls of a candidate put on one queue pair, were there one channel; remembered."""
+    """What the calls of a candidate put on one queue pair, were there one channel; remembered in `sequences`."""
 
-    def __init__(self, ops: pl.DataFrame) -> None:
+    def __init__(self, ops: pl.DataFrame, start_ns: int) -> None:
         captured = pl.col("origin").fill_null("call") == "capture"
-        known = ops.filter(pl.col("comm_id").is_not_null(), pl.col("bytes") > 0).with_columns(
-            captured=captured
+        slot = ((pl.col("call_ns") - start_ns) // WARMUP_NS).clip(0)
+        known = (
+            ops.filter(pl.col("comm_id").is_not_null(), pl.col("bytes") > 0)
+            .with_columns(captured=captured, slot=slot)
+            .select("node", "comm_id", "rank", "kind", "peer", "bytes", "call_ns", "captured", "slot")
+            .sort("call_ns")
         )
-        # What was captured is replayed nobody knows how often.
-        self._of_rank = known.sort("call_ns").partition_by("node", "comm_id", "rank", as_dict=True)
-        self._known: dict[tuple[object, ...], tuple[list[Floats], list[int], bool]] = {}
+        self._of_rank = known.partition_by("node", "comm_id", "rank", as_dict=True)
+        self._known: dict[tuple[object, ...], _Found] = {}
+        self.sequences: list[Floats] = [np.zeros(0)]
 
-    def volumes(self, candidate: dict[str, object], direction: str) -> tuple[list[Floats], list[int], bool]:
-        """Sequences of volumes by algorithm, numbers of channels to try, and whether they repeat."""
+    def of(self, candidate: dict[str, object], direction: str, slot: int) -> _Found:
+        """Its sequences of volumes by algorithm, which numbers of channels to try, and whether calls repeat."""
         node, comm, rank, use, peer = (
             candidate[name] for name in ("node", "comm_id", "rank", "use", "peer_rank")
         )
         # Of what a rank receives its own Recv calls tell.
         kind = "Recv" if use == "pairs" and direction == "rx" else "Send"
-        key = (node, comm, rank, use, kind, peer if use == "pairs" else None)
+        key = (node, comm, rank, use, kind, peer if use == "pairs" else None, slot)
         if key not in self._known:
             self._known[key] = self._derive(key, int(str(candidate["nranks"])))
         return self._known[key]
 
-    def _derive(self, key: tuple[object, ...], nranks: int) -> tuple[list[Floats], list[int], bool]:
-        node, comm, rank, use, kind, peer = key
+    def _derive(self, key: tuple[object, ...], nranks: int) -> _Found:
+        node, comm, rank, use, kind, peer, slot = key
         calls = self._of_rank.get((node, comm, rank))
         if calls is None:
-            return [], [], False
+            return _Found((-1, -1), 1, False)
+        # What was captured is replayed nobody knows how often.
         replayed = bool(calls["captured"].any())
-        if replayed:
-            calls = calls.filter("captured")
+        calls = calls.filter("captured") if replayed else calls.filter(pl.col("slot") == slot)
         if use == "pairs":
             mine = calls.filter(pl.col("kind") == kind)
             if peer is not None:
                 mine = mine.filter(pl.col("peer") == peer)
-            return [_sizes(mine)], [1, 2, 4], replayed
+            return _Found((self._number(_sizes(mine)), -1), SHARING, replayed)
         if use == "alltoall":
-            mine = calls.filter(pl.col("kind").is_in(["AlltoAll", "Gather", "Scatter"]))
-            return [_sizes(mine) / nranks], [1, 2, 4], replayed
-        mine = calls.filter(~pl.col("kind").is_in([*TWO_SIDED, "AlltoAll", "Gather", "Scatter"]))
+            mine = calls.filter(pl.col("kind").is_in(TO_ALL))
+            return _Found((self._number(_sizes(mine) / nranks), -1), SHARING, replayed)
+        mine = calls.filter(~pl.col("kind").is_in([*TWO_SIDED, *TO_ALL]))
         share = (nranks - 1) / nranks
         name = mine["kind"].to_numpy()
         ring = np.where(
             name == "AllReduce", 2 * share, np.where(np.isin(name, ["Broadcast", "Reduce"]), 1.0, share)
         )
         tree = np.where(name == "AllReduce", 1.0, ring)
-        sequences = [_sizes(mine) * ring]
-        if (tree != ring).any():
-            sequences.append(_sizes(mine) * tree)
-        return sequences, list(range(1, MAX_CHANNELS + 1)), replayed
+        by_tree = self._number(_sizes(mine) * tree) if (tree != ring).any() else -1
+        return _Found((self._number(_sizes(mine) * ring), by_tree), MAX_CHANNELS, replayed)
+
+    def _number(self, sequence: Floats) -> int:
+        self.sequences.append(sequence)
+        return len(self.sequences) - 1
 
 
 def _sizes(calls: pl.DataFrame) -> Floats:
     return calls["bytes"].to_numpy().astype(np.float64)
-
-
-def _bursts(t_ns: Longs, net: Longs, bin_ns: int) -> list[Longs]:
-    """Bytes between silences, for each length of SILENCES; in bins that are too wide, only what there is in all."""
-    silence = np.diff(t_ns) - bin_ns
-    found = []
-    if bin_ns > MAX_BIN_NS:
-        return [np.array([net.sum()])]
-    for bins in SILENCES:
-        ends = np.flatnonzero(silence >= bins * bin_ns)
-        cut = np.r_[0, np.cumsum(net)][np.r_[0, ends + 1, len(net)]]
-        found.append(np.diff(cut)[:MAX_BURSTS])
-    return found
-
-
-def _fit(
-    bursts: list[Longs], sequences: list[Floats], channels: list[int], replayed: bool, overheads: list[float]
-) -> tuple[float, float | None]:
-    """The share of the bytes that is explained, and how far all are from all volumes (0 of what is replayed)."""
-    carried = float(bursts[0].sum())
-    if not any(map(len, sequences)):
-        return 0.0, None
-    best, apart = 0.0, np.inf
-    for volumes in sequences:
-        if not len(volumes):
-            continue
-        if volumes.max() < TINY_BYTES:
-            # Lines of LL, at least one of each rank's part.
-            possible = carried <= 4 * TINY_BYTES * len(volumes) and bursts[0].max() < 4 * TINY_BYTES
-            best = max(best, float(possible))
-            apart = min(apart, 0.0 if possible else np.inf)
-            continue
-        sums = _sums(volumes[:MAX_CALLS])
-        for count in channels:
-            away = 0.0 if replayed else abs(carried - float(volumes.sum()) / count) / carried
-            apart = min(apart, away)
-            # At both ends a call may be cut, or its call be older than the recording.
-            if len(bursts) > 1 and away <= PLAUSIBLE + 2 * volumes.max() / count / carried:
-                shares = (
-                    _explained(burst, sums * overhead / count) / carried
-                    for burst in bursts
-                    for overhead in overheads
-                )
-                best = max(best, *shares)
-    return best, apart
-
-
-def _sums(volumes: Floats) -> Floats:
-    """Volumes of one to SUCCESSIVE successive calls, sorted, without those within TOLERANCE of another."""
-    total = np.r_[0.0, np.cumsum(volumes)]
-    every = np.sort(
-        np.concatenate([total[n:] - total[:-n] for n in range(1, SUCCESSIVE + 1) if n < len(total)])
-    )
-    every = every[every >= TINY_BYTES / 4]
-    return every[np.r_[True, np.diff(every) > 1e-6 * every[1:]]] if len(every) else every
-
-
-def _explained(burst: Longs, volumes: Floats) -> float:
-    """The bytes of the bursts that are as large as one of `volumes`."""
-    if not len(volumes):
-        return 0.0
-    after = np.clip(np.searchsorted(volumes, burst), 1, len(volumes) - 1) if len(volumes) > 1 else None
-    near = (
-        np.abs(burst - volumes[0])
-        if after is None
-        else np.minimum(np.abs(volumes[after] - burst), np.abs(volumes[after - 1] - burst))
-    )
-    return float(burst[near <= TOLERANCE * burst].sum())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis import by_volume
-from pulse_bpf.analysis.by_volume import TWO_SIDED
+from pulse_bpf.analysis.bursts import PLAUSIBLE, Bursts
+from pulse_bpf.analysis.by_volume import TO_ALL, TWO_SIDED
 from pulse_bpf.analysis.load import Recording
-from pulse_bpf.analysis.pairing import FOREVER
+from pulse_bpf.analysis.pairing import ENDS, FOREVER
 from pulse_bpf.schema import F64, I32, I64, STR, U64
 
-TO_ALL = ("AlltoAll", "Gather", "Scatter")
 # A candidate is taken when its calls explain this share of the bytes, and this much more than any other's do.
 EXPLAINED, AHEAD = 0.3, 0.15
 # What cannot be told apart by volume lies this close, and a trace of other use is no less.
@@ -19,6 +19,8 @@ ALIKE = 0.1
 APART = 0.2
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
+# With more than this share it has some of another's.
+OVER = 1 / (1 - PLAUSIBLE)
 ALONE = "the only communicator of both its ends"
 
 _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
@@ -30,6 +32,8 @@ _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
     "gpu": I32,
     "rank": I32,
     "ranks": pl.List(I32),
+    "peer_node": STR,
+    "peer_flow": U64,
     "peer_pid": I64,
     "peer_rank": I32,
     "peer_ranks": pl.List(I32),
@@ -40,26 +44,20 @@ _SETTLED: dict[str, pl.DataType | type[pl.DataType]] = {
 SETTLED = pl.Schema(_SETTLED)
 
 
-def data_directions(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
-    """flow and `direction`: which way most bytes of each flow went, by what both its ends saw.
+def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.DataFrame) -> pl.DataFrame:
+    """flow and `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`).
 
     NCCL's connections carry data one way, and small clear-to-send writes the other.
     """
-    sums = (
-        rows.filter(pl.col("flow").is_not_null())
-        .group_by("flow")
-        .agg(
-            pl.col("bytes").filter(pl.col("direction") == way).sum().cast(I64).alias(way)
-            for way in ("tx", "rx")
-        )
-    )
-    there = sums.select(
+    there = totals.select(
         pl.col("flow").alias("peer_flow"), pl.col("rx").alias("out"), pl.col("tx").alias("back")
     )
+    pairs = pl.concat([frame.select("flow", "peer_flow") for frame in (known, possible)])
     both = (
-        known.select("flow", "peer_flow")
-        .join(sums, on="flow", how="left")
+        pairs.join(totals, on="flow", how="left")
         .join(there, on="peer_flow", how="left")
+        .group_by("flow", maintain_order=True)
+        .agg(pl.col("tx", "rx").first(), pl.col("out", "back").mean())
     )
     sent, received = pl.sum_horizontal("tx", "out"), pl.sum_horizontal("rx", "back")
     return both.filter(sent + received > 0).select(
@@ -67,8 +65,11 @@ def data_directions(rows: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFrame) -> pl.DataFrame:
-    """Every (communicator, use, rank, peer rank) that a QP could serve; `known` as pairing gives it.
+def candidates(
+    known: pl.DataFrame, possible: pl.DataFrame, recording: Recording, directions: pl.DataFrame
+) -> pl.DataFrame:
+    """Every (communicator, use, rank, peer, peer rank) that a QP could serve; `known` and `possible` peers as pairing
+    gives them.
 
     `use` "collective" and "alltoall" name the ranks of the processes that have the QPs, as all members take part.
     `use` "pairs" names those that call: the receiver has the QP itself, while the sender hands its data to the process
@@ -76,7 +77,8 @@ def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFra
     no call of the communicator was seen that could use the QP.
     """
     members = _members(recording["comms"])
-    ends = _both_inside(known, members, recording["comms"])
+    open_ends = known.drop(ENDS[1:]).join(possible, on="flow").select(known.columns)
+    ends = _both_inside(pl.concat([known, open_ends]), members, recording["comms"])
     kinds = _calls(recording["ops"])
     used = kinds.select("comm_id", "use").unique()
     collective = ends.join(used.filter(pl.col("use") != "pairs"), on="comm_id")
@@ -87,6 +89,7 @@ def candidates(known: pl.DataFrame, recording: Recording, directions: pl.DataFra
     return (
         pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
         .unique(maintain_order=True)
+        .with_columns(open=pl.col("flow").is_in(possible["flow"].implode()))
         .sort("flow", "comm_id", "use", "rank", "peer_rank")
     )
 
@@ -147,9 +150,9 @@ def _both_inside(known: pl.DataFrame, members: pl.DataFrame, comms: pl.DataFrame
             )
         )
     )
-    outside = mine.filter(
-        pl.col("peer_node").is_not_null() & ~pl.col("peer_node").is_in(seen_nodes.implode())
-    ).join(missing.select("comm_id", pl.col("only").alias("peer_rank")), on="comm_id")
+    outside = mine.filter(~pl.col("peer_node").is_in(seen_nodes.implode()).fill_null(False)).join(
+        missing.select("comm_id", pl.col("only").alias("peer_rank")), on="comm_id"
+    )
     columns = [
         "flow",
         "peer_flow",
@@ -213,7 +216,7 @@ def _pairs(
 
 
 def settle(
-    candidates: pl.DataFrame, directions: pl.DataFrame, recording: Recording, rows: pl.DataFrame
+    candidates: pl.DataFrame, directions: pl.DataFrame, recording: Recording, bursts: Bursts
 ) -> pl.DataFrame:
     """The one of the `candidates` that each flow serves (SETTLED); flows without, and those in doubt, are left out.
 
@@ -221,22 +224,32 @@ def settle(
     the ranks. Both ends of a QP count alike.
     """
     several = candidates.filter(pl.len().over("flow") > 1)
-    scored = by_volume.score(several, directions, recording["ops"], rows, _on_wire(recording))
+    scored = by_volume.score(several, directions, recording["ops"], bursts, _on_wire(recording))
     scored = _with_other_end(scored)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
     chosen = _of_one_use(_explained(scored))
-    # What is surest comes first, as it leaves less for the rest.
-    for rule in (_nearest, _nearest, _possible):
+    # Without a peer, the bursts alone tell; otherwise, what is surest comes first, as it leaves less for the rest.
+    unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
+    scored = scored.filter(~unknown)
+    for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
-        chosen = pl.concat([chosen, _of_one_use(rule(left))])
+        sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
+        found = pl.concat([chosen, _of_one_use(rule(left, sure, recording.lives))])
+        chosen = _not_too_many(found, chosen["flow"], directions)
+    left = scored.join(chosen, on="flow", how="anti")
+    for possible in (_without_full(left, chosen, directions), left):
+        found = _possible(possible).join(chosen, on="flow", how="anti")
+        chosen = pl.concat([chosen, _of_one_use(found)])
     best = pl.col("fit").max().over("flow")
     # Where several uses are left, ranks are those of all of them.
     mixed = pl.col("use").n_unique().over("flow") > 1
     chosen = chosen.filter(mixed | (pl.col("fit") >= best - ALIKE))
     chosen = pl.concat([alone, chosen.select(alone.columns)])
-    return _named(chosen, recording["comms"])
+    # A peer that was not recorded may be any.
+    peer = ["peer_node", "peer_flow", "peer_pid", "peer_rank"]
+    return _named(chosen, recording["comms"]).with_columns(pl.when(~unknown).then(pl.col(peer)).name.keep())
 
 
 def _on_wire(recording: Recording) -> bool:
@@ -244,7 +257,7 @@ def _on_wire(recording: Recording) -> bool:
     sources = [
         source for manifest in recording.manifests for source in (manifest, *manifest.get("sources", ()))
     ]
-    names = set(recording["samples"]["source"].unique())
+    names = set(recording.samples.sources["source"])
     return any(
         source.get("bytes_are") == "wire" and source.get("name", next(iter(names), None)) in names
         for source in sources
@@ -255,7 +268,7 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
     """`scored` with the means of the scores at both ends of a QP, where both saw its data."""
     scores = ["fit", "apart"]
     other = scored.select(
-        pl.col("flow").alias("peer_flow"),
+        pl.when(~pl.col("open")).then("flow").alias("peer_flow"),
         "comm_id",
         "use",
         pl.col("rank").alias("peer_rank"),
@@ -294,7 +307,7 @@ def _explained(scored: pl.DataFrame) -> pl.DataFrame:
     return scored.join(found, on=["flow", "comm_id"])
 
 
-def _nearest(scored: pl.DataFrame) -> pl.DataFrame:
+def _nearest(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
     """The rows of the communicator whose calls are about as large in all as each flow, while no other's are."""
     comms = (
         scored.group_by("flow", "comm_id")
@@ -302,10 +315,33 @@ def _nearest(scored: pl.DataFrame) -> pl.DataFrame:
         .sort("flow", "apart", "comm_id")
         .with_columns(second=pl.col("apart").shift(-1).over("flow").fill_null(float("inf")))
         .unique("flow", keep="first", maintain_order=True)
-        .filter(pl.col("apart") <= by_volume.PLAUSIBLE, pl.col("second") - pl.col("apart") >= APART)
+        .filter(pl.col("apart") <= PLAUSIBLE, pl.col("second") - pl.col("apart") >= APART)
     )
     found = comms.select("flow", "comm_id", confidence=pl.lit(0.5), evidence=pl.lit("its volume in all"))
     return scored.join(found, on=["flow", "comm_id"])
+
+
+def _between(scored: pl.DataFrame, sure: pl.DataFrame, lives: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the communicator that the flows made before and after each serve, if its calls can have carried it.
+
+    A process makes the connections of a communicator one after the other (its init in src/init.cc, and the first
+    point-to-point calls), and a NIC numbers queue pairs as they are made. The flows are `sure` of theirs.
+    """
+    process = ["node", "nic", "pid"]
+    beside = pl.col("comm_id").fill_null(strategy="forward"), pl.col("comm_id").fill_null(strategy="backward")
+    found = (
+        lives.drop("comm_id")
+        .join(sure, on="flow", how="left")
+        .filter(pl.col("comm_id").is_not_null() | pl.col("flow").is_in(scored["flow"].implode()))
+        .sort(*process, "qpn", "created_ns")
+        .with_columns(before=beside[0].over(process), after=beside[1].over(process))
+        .filter(pl.col("comm_id").is_null(), pl.col("before") == pl.col("after"))
+        .select(
+            "flow", comm_id="before", confidence=pl.lit(0.5), evidence=pl.lit("made between others of its")
+        )
+    )
+    can = (pl.col("apart") < float("inf")).fill_null(True)
+    return scored.filter(can).join(found, on=["flow", "comm_id"])
 
 
 def _possible(scored: pl.DataFrame) -> pl.DataFrame:
@@ -321,21 +357,43 @@ def _possible(scored: pl.DataFrame) -> pl.DataFrame:
 
 
 def _without_full(left: pl.DataFrame, chosen: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
-    """`left` without the collectives whose bytes on their node are those of the flows `chosen` for them already.
+    """`left` without the collectives whose bytes on their node are those of the flows `chosen` for them already, or
+    would be too many with the flow.
 
     A ring enters and leaves a node once a channel, so that all channels carry what each member's calls amount to; trees
     do so on the average of the nodes.
     """
     where = ["node", "comm_id", "use", "direction"]
-    full = (
+    taken = (
         chosen.filter(pl.col("use") == "collective")
         .join(directions, on="flow")
         .unique("flow")
         .group_by(where)
-        .agg(pl.col("carried").sum(), pl.col("called").max())
-        .filter(pl.col("carried") >= FULL * pl.col("called"))
+        .agg(pl.col("carried").sum().alias("taken"))
     )
-    return left.join(directions, on="flow").join(full, on=where, how="anti").drop("direction")
+    already = pl.col("taken").fill_null(0.0)
+    full = (already >= FULL * pl.col("called")) | (already + pl.col("carried") > OVER * pl.col("called"))
+    return (
+        left.join(directions, on="flow")
+        .join(taken, on=where, how="left")
+        .filter(~((pl.col("use") == "collective") & (pl.col("called") > 0) & full).fill_null(False))
+        .drop("direction", "taken")
+    )
+
+
+def _not_too_many(found: pl.DataFrame, sure: pl.Series, directions: pl.DataFrame) -> pl.DataFrame:
+    """`found` without the flows that a collective has no bytes for on their node, the least near first; `sure` stay."""
+    where = ["node", "comm_id", "use", "direction"]
+    flows = (
+        found.filter(pl.col("use") == "collective", pl.col("called").is_not_null())
+        .unique("flow")
+        .join(directions, on="flow")
+        .with_columns(later=~pl.col("flow").is_in(sure.implode()))
+        .sort("later", "apart", "flow")
+        .with_columns(carried=pl.col("carried").cum_sum().over(where))
+    )
+    over = flows.filter("later", pl.col("carried") > OVER * pl.col("called"))
+    return found.join(over, on="flow", how="anti")
 
 
 def _of_one_use(chosen: pl.DataFrame) -> pl.DataFrame:
@@ -364,14 +422,21 @@ def _named(chosen: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
     def only(name: str) -> pl.Expr:
         return pl.when(pl.col(name).list.len() == 1).then(pl.col(name).list.first())
 
-    flows = chosen.group_by("flow", "node", "peer_node", "comm_id", "nranks", maintain_order=True).agg(
+    flows = chosen.group_by("flow", "node", "comm_id", "nranks", maintain_order=True).agg(
+        pl.col("peer_node").unique().alias("peer_nodes"),
+        pl.col("peer_flow").unique().alias("peer_flows"),
         pl.when(pl.col("use").n_unique() == 1).then(pl.col("use").first()),
         pl.col("rank").unique().sort().alias("ranks"),
         pl.col("peer_rank").drop_nulls().unique().sort().alias("peer_ranks"),
         pl.col("confidence", "evidence").first(),
     )
     return (
-        flows.with_columns(rank=only("ranks"), peer_rank=only("peer_ranks"))
+        flows.with_columns(
+            rank=only("ranks"),
+            peer_rank=only("peer_ranks"),
+            peer_node=only("peer_nodes"),
+            peer_flow=only("peer_flows"),
+        )
         .join(mine, on=["node", "comm_id", "rank"], how="left")
         .join(theirs, on=["peer_node", "comm_id", "peer_rank"], how="left")
         .with_columns(channel=pl.lit(None, I32))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import polars as pl
+import pyarrow.parquet as pq
 
+from pulse_bpf.analysis.pairing import queue_pairs
+from pulse_bpf.analysis.samples import UNREADABLE, Samples
 from pulse_bpf.errors import DataError
 from pulse_bpf.schema import FORMAT, FORMAT_VERSION, STREAMED, TABLES, conform, empty
 
@@ -21,38 +25,65 @@ ESSENTIAL = {
     "comms": ["node", "pid"],
     "ops": ["node", "pid", "kind", "call_ns"],
     "qps": ["node", "nic", "qpn"],
-    "samples": ["node", "nic", "direction", "t_ns", "bin_ns", "bytes"],
     "coverage": ["node", "first_ns", "last_ns"],
     "events": ["node", "nic", "t_ns", "kind"],
 }
 
+# Parts that end alike are compared whole.
+FOOTER_BYTES = 4096
 
-@dataclass(frozen=True)
+
 class Recording:
     """All tables of some recordings, each with exactly the columns of its schema, a missing one empty.
 
-    `damaged` names every part that could not be read, with the reason, and counts rows that lack what they
-    are about; their rows are missing.
+    `samples` are read when they are asked for, window by window; those given among `tables`, or in the files `parts`.
     """
 
-    tables: dict[str, pl.DataFrame]
-    manifests: list[dict[str, Any]] = field(default_factory=list)
-    damaged: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        tables: Mapping[str, pl.DataFrame],
+        manifests: Sequence[dict[str, Any]] = (),
+        damaged: Sequence[str] = (),
+        parts: Sequence[Path] = (),
+    ) -> None:
+        self.tables = {table: frame for table, frame in tables.items() if table != "samples"}
+        self.manifests = list(manifests)
+        self._damaged = list(damaged)
+        self.lives = queue_pairs(self.tables.get("qps", empty("qps")))
+        self.samples = Samples(parts, tables.get("samples"), self.lives)
 
     def __getitem__(self, table: str) -> pl.DataFrame:
+        """The table in memory; of the samples, all rows of all sources."""
+        if table == "samples":
+            return self.samples.whole()
         return self.tables[table]
+
+    @property
+    def damaged(self) -> list[str]:
+        """Names of all parts that could not be read, with the reason, and counts of rows that lack what they are about:
+        these rows are missing. Of samples, what was met so far."""
+        return self._damaged + self.samples.damaged
+
+    @property
+    def missing(self) -> list[str]:
+        """The tables that hold nothing, of those without which something cannot be known."""
+        empty_ones = [table for table in ("nics", "ops", "comms", "qps") if self.tables[table].is_empty()]
+        return empty_ones if self.samples.nodes else [*empty_ones, "samples"]
 
 
 def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -> Recording:
-    """Reads `directories` as one recording; rows keep the order of directories and parts. One given twice counts once.
+    """Reads `directories` as one recording; rows keep the order of directories and parts. One given twice counts once,
+    and so does a part that is there twice.
 
     Tables not `wanted` are left empty.
     Damaged parts are skipped and named. DataError when a directory is no recording or may not be looked into, or
     when it has parts and none of them can be read.
     """
-    parts: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
+    frames: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
+    samples: list[Path] = []
     manifests: list[dict[str, Any]] = []
     damaged: list[str] = []
+    seen: dict[tuple[str, int, bytes], list[Path]] = {}
     for directory in dict.fromkeys(path.resolve() for path in directories):
         try:
             files = [(table, path) for table, path in parts_of(directory) if table in wanted]
@@ -66,9 +97,16 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
         readable = 0
         for table, path in files:
             try:
-                parts[table].append(conform(pl.read_parquet(path, hive_partitioning=False), table))
+                if _again(table, path, seen):
+                    readable += 1
+                    continue
+                if table == "samples":
+                    pq.read_metadata(path)
+                    samples.append(path)
+                else:
+                    frames[table].append(conform(pl.read_parquet(path, hive_partitioning=False), table))
                 readable += 1
-            except (pl.exceptions.PolarsError, OSError) as error:
+            except UNREADABLE as error:
                 damaged.append(f"{path}: {str(error).splitlines()[0]}")
         if files and not readable:
             raise DataError(
@@ -76,14 +114,29 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
                 f"none of its {len(files)} parts can be read, {damaged[-1]}",
                 "Check that it was copied whole",
             )
-    tables = {table: _together(table, frames) for table, frames in parts.items()}
+    tables = {table: _together(table, parts) for table, parts in frames.items() if table != "samples"}
     for table, columns in ESSENTIAL.items():
         whole = tables[table].drop_nulls(columns)
         if whole.height < tables[table].height:
             count = tables[table].height - whole.height
             damaged.append(f"{table}: {count} rows without one of {', '.join(columns)}")
         tables[table] = whole
-    return Recording(tables, manifests, damaged)
+    return Recording(tables, manifests, damaged, samples)
+
+
+def _again(table: str, path: Path, seen: dict[tuple[str, int, bytes], list[Path]]) -> bool:
+    """Whether a part that grows has the very bytes of one `seen`, as when a directory was copied."""
+    if table not in STREAMED:
+        return False
+    # The end of a file is its footer, which has the place and bounds of every column of rows.
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - FOOTER_BYTES))
+        key = (table, size, file.read())
+    others = seen.setdefault(key, [])
+    twice = any(filecmp.cmp(path, other, shallow=False) for other in others)
+    others.append(path)
+    return twice
 
 
 def _together(table: str, frames: list[pl.DataFrame]) -> pl.DataFrame:

@@ -47,8 +47,8 @@ _UNLISTED = "seen in packets, but not listed by the kernel: made past the verbs 
 def recorded(directories: list[Path]) -> pl.DataFrame:
     """COLUMNS rows, one a life of a queue pair; DataError when a directory is no recording."""
     recording = load(directories)
-    lives = attribute.queue_pairs(recording["qps"])
-    known = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    lives = recording.lives
+    known = attribute.flows(recording)
     processes = recording["processes"].select("node", "pid", process="exe").unique(["node", "pid"])
     details = lives.select("flow", "peer_gid", "peer_qpn", "udp_sport", "origin")
     of_capture = pl.col("origin") == "capture"

@@ -17,7 +17,8 @@ from pulse_bpf.analysis.load import load
 
 @dataclass(frozen=True)
 class Owners:
-    """Shares of the bytes on the job's queue pairs: communicator and peer node `right`, or `wrong`; the rest is listed.
+    """Shares of the bytes on the job's queue pairs: communicator and peer node `right`, or one of them `wrong`, or the
+    first right and the other not known (`unpaired`); the rest is listed.
 
     A peer outside the recording has no name: its address is right.
 
@@ -28,6 +29,7 @@ class Owners:
 
     right: float
     wrong: float
+    unpaired: float
     caller: float
     caller_wrong: float
     foreign: int
@@ -37,9 +39,8 @@ class Owners:
 def compare(directory: Path) -> Owners:
     """The attribution of the recording in `directory` beside its truth_operators.parquet."""
     recording = load([directory])
-    lives = attribute.queue_pairs(recording["qps"])
-    rows = attribute.samples(recording, lives)
-    flows = attribute.flows(recording, lives, rows)
+    rows = attribute.samples(recording, recording.lives)
+    flows = attribute.flows(recording)
     sizes = rows.group_by("flow").agg(pl.col("bytes").sum())
     # A row of a collective also lists the queue pairs that serve point-to-point calls of the same two processes.
     pairs = pl.col("kind").is_in(["Send", "Recv", "Group"])
@@ -57,7 +58,8 @@ def compare(directory: Path) -> Owners:
     recorded = recording["nodes"]["node"].to_list()
     found = sizes.join(flows, on="flow", how="left").join(truth, on="flow", how="left")
     ours, known = pl.col("true_comm").is_not_null(), pl.col("comm_id").is_not_null()
-    right = (pl.col("comm_id") == pl.col("true_comm")) & (
+    same_comm, unpaired = pl.col("comm_id") == pl.col("true_comm"), pl.col("peer_node").is_null()
+    right = same_comm & (
         (pl.col("peer_node") == pl.col("true_peer"))
         | (pl.col("peer_node").str.starts_with("::ffff:") & ~pl.col("true_peer").is_in(recorded))
     )
@@ -69,7 +71,8 @@ def compare(directory: Path) -> Owners:
         *found.filter(ours)
         .select(
             right=size.filter(right.fill_null(False)).sum() / size.sum(),
-            wrong=size.filter(known & ~right.fill_null(False)).sum() / size.sum(),
+            wrong=size.filter(known & ~right.fill_null(False) & ~(same_comm & unpaired)).sum() / size.sum(),
+            unpaired=size.filter(known & same_comm & unpaired).sum() / size.sum(),
             caller=size.filter(known & named.fill_null(False)).sum() / size.sum(),
             caller_wrong=size.filter(known & (outside | ~named).fill_null(False)).sum() / size.sum(),
         )
@@ -80,10 +83,14 @@ def compare(directory: Path) -> Owners:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        found = compare(Path(name))
-        print(
-            f"{Path(name).name:28} right {found.right:8.3%} wrong {found.wrong:8.3%} "
-            f"caller {found.caller:8.3%} wrong {found.caller_wrong:8.3%} of {found.bytes} foreign {found.foreign}",
-            flush=True,
-        )
+    for recorded in sys.argv[1:]:
+        found = compare(Path(recorded))
+        shares = {
+            "right": found.right,
+            "wrong": found.wrong,
+            "unpaired": found.unpaired,
+            "caller": found.caller,
+            "caller wrong": found.caller_wrong,
+        }
+        words = " ".join(f"{name} {share:8.3%}" for name, share in shares.items())
+        print(f"{Path(recorded).name:28} {words} of {found.bytes} foreign {found.foreign}", flush=True)

@@ -10,9 +10,10 @@ import pytest
 
 from pulse_bpf.analysis import attribute
 from pulse_bpf.analysis.arrivals import ARRIVALS, _same, arrivals
+from pulse_bpf.analysis.bursts import bursts
 from pulse_bpf.analysis.clock_offsets import Offsets, solve
 from pulse_bpf.analysis.load import Recording, load
-from pulse_bpf.analysis.pairing import with_peers
+from pulse_bpf.analysis.pairing import queue_pairs, with_peers
 from pulse_bpf.lab.sim.simulate import simulate
 
 BIN_NS = 32_000
@@ -34,8 +35,10 @@ def _recorded(path: Path, workload: str, source: str, *conditions: str) -> Recor
 
 
 def _moments(recording: Recording) -> pl.DataFrame:
-    lives = attribute.queue_pairs(recording["qps"])
-    return arrivals(attribute.samples(recording, lives), with_peers(lives, recording["nics"]))
+    lives = queue_pairs(recording["qps"])
+    totals = bursts(recording.samples, lives["flow"]).totals()
+    known, _ = with_peers(lives, recording["nics"], recording["comms"], totals)
+    return arrivals(attribute.samples(recording, lives), known)
 
 
 def _errors_ns(offsets: Offsets, recording: Recording) -> dict[str, float]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pulse_bpf.analysis import attribute, measure
 from pulse_bpf.analysis.load import Recording
+from pulse_bpf.analysis.pairing import queue_pairs
 from pulse_bpf.schema import conform, empty, flow_id
 
 JOB = recordings.run(steps=3, hosts=3)
@@ -17,9 +18,7 @@ FRAMES = recordings.tables(JOB)
 
 
 def flows_of(frames: dict[str, pl.DataFrame]) -> pl.DataFrame:
-    recording = Recording(frames)
-    lives = attribute.queue_pairs(recording["qps"])
-    return attribute.flows(recording, lives, attribute.samples(recording, lives))
+    return attribute.flows(Recording(frames))
 
 
 def test_queue_pairs_numbered_alike_find_their_peers_by_gid() -> None:
@@ -49,7 +48,7 @@ def test_one_life_seen_by_several_origins_is_one_row_with_the_best_of_each() -> 
         }
     )
     first = rows[1:3]
-    merged = attribute.queue_pairs(conform(pl.concat([first, rows[3:]]), "qps"))
+    merged = queue_pairs(conform(pl.concat([first, rows[3:]]), "qps"))
     assert merged.select("peer_qpn", "pid", "created_ns", "origin").rows() == [
         (8, 12, 120, "uprobe"),
         (5, None, 500, "capture"),
@@ -82,7 +81,7 @@ def test_samples_without_flow_belong_to_the_life_of_their_time() -> None:
         }
     )
     frames = {"qps": conform(qps, "qps"), "samples": conform(samples, "samples")}
-    lives = attribute.queue_pairs(frames["qps"])
+    lives = queue_pairs(frames["qps"])
     rows = attribute.samples(Recording(frames), lives).sort("t_ns")
     first, second = flow_id("a", "m", 1, 7, 0), flow_id("a", "m", 1, 7, 1)
     assert rows["flow"].to_list() == [first, first, second]

@@ -29,6 +29,8 @@ CALL_NS = [1_000_000 * number for number in range(1, 9)]
         ("moe", "pcc", ("late-attach",), 0.98),
         ("moe", "packets", ("missing-agent", "qpn-reuse"), 0.98),
         ("megatron-graph", "packets", (), 0.999),
+        ("megatron", "pcc", ("late-attach", "same-qpns"), 0.98),
+        ("moe-alltoall", "pcc", ("netlink-only", "same-qpns"), 0.98),
     ],
 )
 def test_bytes_go_to_the_true_communicator_and_peer(
@@ -53,6 +55,34 @@ def test_bytes_go_to_the_true_communicator_and_peer(
     assert owners.caller_wrong == 0
 
 
+@pytest.mark.parametrize(
+    ("workload", "source", "conditions"),
+    [
+        ("dp", "pcc", ("late-attach", "same-qpns")),
+        ("context", "pcc", ("late-attach", "same-qpns", "missing-agent")),
+        ("moe-skew", "diag+netlink", ()),
+    ],
+)
+def test_what_cannot_be_told_is_not_told_wrongly(
+    workload: str, source: str, conditions: tuple[str, ...], tmp_path: Path
+) -> None:
+    simulate(
+        "healthy",
+        tmp_path,
+        seed=5,
+        nodes=4,
+        gpus=4,
+        workload=workload,
+        seconds=0.3,
+        source=source,
+        conditions=conditions,
+    )
+    owners = compare(tmp_path)
+    assert owners.right + owners.unpaired > 0.6
+    assert owners.wrong < 1e-4
+    assert owners.caller_wrong < 1e-4
+
+
 def test_another_tenants_traffic_is_listed(tmp_path: Path) -> None:
     simulate("congestion", tmp_path, seed=5, nodes=4, gpus=2, seconds=0.2)
     owners = compare(tmp_path)
@@ -64,9 +94,7 @@ def _handed_over(
     sizes: tuple[int, int], comms: tuple[str, ...] = ("c-4",), captured: bool = False
 ) -> pl.DataFrame:
     """FLOWS of two QPs of rank 0 to rank 2: one carries its own calls, the other those of rank 1 beside it."""
-    recording = Recording(_frames(sizes, comms, captured))
-    lives = attribute.queue_pairs(recording["qps"])
-    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    flows = attribute.flows(Recording(_frames(sizes, comms, captured)))
     return flows.filter(pl.col("node") == "node0").sort("qpn")
 
 
@@ -155,7 +183,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 def test_bytes_in_are_bytes_attributed_and_bytes_listed(data: st.DataObject, exchanged: Recording) -> None:
     """Whatever rows are missing: each flow has one row, and what the operators table attributes and lists is all there
     is."""
-    frames = dict(exchanged.tables)
+    frames = exchanged.tables | {"samples": exchanged["samples"]}
     for table in ("qps", "comms", "nics", "ops", "samples"):
         share = data.draw(st.sampled_from([1.0, 0.9, 0.5, 0.0]), table)
         frames[table] = frames[table].sample(fraction=share, seed=data.draw(st.integers(0, 99)))
@@ -188,9 +216,7 @@ def _in_flight(world_bytes: int) -> dict[str, object]:
     )
     frames = _frames((400_000, 720_000), ("world-4", "big-2"), captured=False)
     frames["ops"] = conform(pl.DataFrame(calls, infer_schema_length=None), "ops")
-    recording = Recording(frames)
-    lives = attribute.queue_pairs(recording["qps"])
-    flows = attribute.flows(recording, lives, attribute.samples(recording, lives))
+    flows = attribute.flows(Recording(frames))
     return flows.filter(pl.col("node") == "node0").sort("qpn").row(0, named=True)
 
 

@@ -18,7 +18,8 @@ from sim_runs import (
     with_events,
 )
 
-from pulse_bpf.analysis import analyze, attribute
+from pulse_bpf.analysis import analyze
+from pulse_bpf.analysis.pairing import queue_pairs
 from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim.clocks import EPOCH_NS, wall_ns
 from pulse_bpf.lab.sim.model import (
@@ -226,7 +227,7 @@ def test_identical_nodes_number_their_queue_pairs_alike_on_request(
 def test_a_number_used_again_has_two_lives(tmp_path: Path, run: Run) -> None:
     directory = run.write(tmp_path / "r", Options(qpn_reuse=1.0))
     qps = table(directory, "qps")
-    lives = attribute.queue_pairs(qps)
+    lives = queue_pairs(qps)
     assert lives.height == qps.height == 32
     old = qps.filter(pl.col("gone_ns").is_not_null())
     assert old.height == 16

@@ -31,6 +31,8 @@ A, B, C, D = (("a", 1), ("b", 2), ("c", 3), ("d", 4))
         ("hang-inside", "fsdp", "packets"),
         ("hang-kernel", "dp", "pcc"),
         ("hang-kernel", "moe-alltoall", "packets"),
+        ("hang-kernel", "neighbour", "packets"),
+        ("hang-kernel", "neighbour", "pcc"),
         ("crash", "neighbour", "packets"),
         ("mismatch", "megatron", "packets"),
         ("nic-down", "context", "diag+netlink"),

@@ -16,10 +16,10 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis.attribute import QP
 from pulse_bpf.analysis.baselines.calls import accuse, sent, verdict
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.load import Recording
+from pulse_bpf.analysis.pairing import QP
 
 SIGMAS = 3.0
 # Of the records of a flow, below which slow ones are chance; and how many there must be.

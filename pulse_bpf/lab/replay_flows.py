@@ -12,7 +12,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis.attribute import QP
+from pulse_bpf.analysis.pairing import QP
 from pulse_bpf.lab.replay_packets import PSN_MASK
 from pulse_bpf.schema import I64, STR, U64
 

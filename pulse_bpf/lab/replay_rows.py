@@ -11,8 +11,9 @@ import polars as pl
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis.attribute import QP, queue_pairs, samples
+from pulse_bpf.analysis.attribute import samples
 from pulse_bpf.analysis.load import Recording, load, parts_of
+from pulse_bpf.analysis.pairing import QP
 from pulse_bpf.errors import DataError
 from pulse_bpf.lab.replay_flows import Flows
 from pulse_bpf.lab.replay_packets import ROW
@@ -45,7 +46,7 @@ class Rows:
 
     def __init__(self, directory: Path) -> None:
         recording = load([directory], ("nics", "qps"))
-        self._lives = queue_pairs(recording["qps"])
+        self._lives = recording.lives
         self._groups: list[_Group] = []
         self.damaged = recording.damaged
         seen = self._survey(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Rows:
 def parts(
     samples: Array, identity: Identity, settings: Settings, lost: Windows, part_ns: int, missed: Longs
 ) -> Iterator[Rows]:
-    """The rows of every `part_ns` of the nodes' clocks; adds the samples that each node lost to `missed`."""
+    """The rows of each node in every `part_ns` of its clock; adds the samples that each node lost to `missed`."""
     if not len(samples):
         return
     at_node = identity.ends["at_node"].to_numpy()
@@ -81,20 +82,29 @@ def parts(
     )
     rows, span = np.zeros((count, 2 * len(at_node)), np.int64), np.zeros((count, 2), np.int64)
     library().sim_count_rows(ctypes.byref(recorded), *map(_pointer, (rows, span, missed)))
+    by_node = np.argsort(at_node, kind="stable")
     for part in range(count):
-        if rows[part].any():
-            yield _filled(recorded, part, span[part], rows[part])
+        yield from _filled(recorded, part, span[part], rows[part].reshape(-1, 2), by_node, at_node)
 
 
-def _filled(recorded: _Recorded, part: int, span: Longs, rows: Longs) -> Rows:
+def _filled(
+    recorded: _Recorded, part: int, span: Longs, rows: Longs, by_node: Longs, at_node: Longs
+) -> Iterator[Rows]:
+    """The rows of one part, `rows` of [end, is control], for each node that has any; `by_node` are ends in order."""
     columns = {name: np.empty(rows.sum(), dtype) for name, dtype in _COLUMNS.items()}
     pointers = (ctypes.c_void_p * len(columns))(*(column.ctypes.data for column in columns.values()))
-    place = np.cumsum(rows) - rows
+    ordered = rows[by_node].ravel()
+    place = np.empty_like(rows)
+    place[by_node] = (np.cumsum(ordered) - ordered).reshape(-1, 2)
     library().sim_fill_rows(
         ctypes.byref(recorded), ctypes.c_int64(part), _pointer(span), _pointer(place), pointers
     )
-    of_end = np.arange(len(rows), dtype=np.uint32)
-    return Rows(np.repeat(of_end // 2, rows), np.repeat(of_end % 2 > 0, rows), columns)
+    end = np.repeat(np.repeat(by_node.astype(np.uint32), 2), ordered)
+    is_control = np.repeat(np.arange(len(ordered)) % 2 > 0, ordered)
+    edges = np.flatnonzero(np.diff(at_node[end], prepend=NONE, append=NONE))
+    for first, last in pairwise(edges):
+        mine = slice(first, last)
+        yield Rows(end[mine], is_control[mine], {name: column[mine] for name, column in columns.items()})
 
 
 def _pointer(array: Longs) -> ctypes.c_void_p:

@@ -36,14 +36,14 @@ _DIRECTIONS = pl.Series(["rx", "tx"], dtype=pl.Enum(["rx", "tx"]))
 
 @dataclass
 class Counted:
-    """What a recording holds of the traffic: rows per second by table, and rows lost on each node."""
+    """What a recording holds of the traffic: rows per second and node by table, and rows lost on each node."""
 
     parts: Iterator[dict[str, pl.DataFrame]]
     lost: Longs = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 def count(result: Result, identity: Identity, settings: Settings, options: Options, lost: Windows) -> Counted:
-    """The tables samples and port_samples in parts of a second; `lost` is complete when the parts were taken."""
+    """The tables samples and port_samples in parts of a node's second; `lost` is complete when the parts were taken."""
     counted = Counted(iter(()), np.zeros(len(identity.nodes), np.int64))
     taken = rows.parts(result.samples, identity, settings, lost, PART_NS, counted.lost)
     counted.parts = (_SOURCES[options.source](part, identity, settings) for part in taken)

@@ -1,0 +1,338 @@
+"""The samples of a recording of any length, one window of time after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pulse_bpf.analysis.pairing import FOREVER, QP
+from pulse_bpf.schema import I64, SAMPLES, STR, U8, U32, U64, conform, flow_id
+
+PORT = ["node", "nic", "port", "direction"]
+ESSENTIAL = ["node", "nic", "direction", "t_ns", "bin_ns", "bytes"]
+UNREADABLE = (pl.exceptions.PolarsError, pa.ArrowException, OSError, ValueError)
+
+# What is read of each row. `tx` is 1 of what its node sent and 0 of what it received; counts that are not known
+# are 0.
+BATCH = pl.Schema(
+    {"flow": U64, "tx": U8, "t_ns": I64, "bin_ns": U32, "bytes": U64, "retx_bytes": U64, "ctl_packets": U32}
+)
+
+
+class Batch(NamedTuple):
+    """`rows` of `nodes` (BATCH): those of one (flow, tx) are in the order of time, and what is of one bin adds up.
+
+    No later batch of these nodes has a row before `until_ns`, and those of equal `until_ns` are one window of time: in
+    it, any batch may have rows of any bin.
+    """
+
+    nodes: tuple[str, ...]
+    until_ns: int
+    rows: pl.DataFrame
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of samples, in a file or in `frame`: `nodes` they are of, bounds of their times, whether there are any.
+
+    `constants` are columns with the one value that they have in all rows. In a `plain` part no row lacks its flow or
+    what it is about.
+    """
+
+    path: Path | None
+    frame: pl.DataFrame
+    nodes: tuple[str, ...]
+    first_ns: int
+    last_ns: int
+    constants: dict[str, Any]
+    plain: bool
+
+
+class Samples:
+    """The samples in the files `paths`, or in `frame`, of one source per PORT, so that nothing counts twice.
+
+    The source with the narrowest bins is taken, by name where equal. Rows without a flow get that of the life (in
+    `lives`, as pairing.queue_pairs gives them) of their QP that had begun by then, or of the QP where there is none.
+    `unlisted` has flow and QP of the flows met so far that are not in `lives`.
+    """
+
+    def __init__(self, paths: Sequence[Path], frame: pl.DataFrame | None, lives: pl.DataFrame) -> None:
+        self._lives = lives
+        self._listed = lives["flow"].to_numpy()
+        self.unlisted = lives.select("flow", *QP).clear()
+        self._unreadable: dict[Path, str] = {}
+        self._lacking: dict[Path | None, int] = {}
+        self._parts: list[_Part] = []
+        for path in paths:
+            try:
+                part = _by_footer(path) or self._by_rows(path, _read(path))
+            except UNREADABLE as error:
+                self._unreadable[path] = str(error).splitlines()[0]
+            else:
+                self._parts.append(part)
+        if frame is not None:
+            in_order = frame.sort("flow", "direction", "t_ns", maintain_order=True)
+            self._parts.append(self._by_rows(None, in_order))
+        self._parts = [part for part in self._parts if part.nodes]
+
+    @property
+    def damaged(self) -> list[str]:
+        """Parts that could not be read, with the reason, and how many rows lack what they are about, as met so far."""
+        count = sum(self._lacking.values())
+        rows = [f"samples: {count} rows without one of {', '.join(ESSENTIAL)}"] if count else []
+        return [*(f"{path}: {reason}" for path, reason in self._unreadable.items()), *rows]
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that have samples."""
+        return sorted({node for part in self._parts for node in part.nodes})
+
+    def whole(self) -> pl.DataFrame:
+        """All rows, of all sources, in memory."""
+        return pl.concat([pl.DataFrame(schema=SAMPLES), *map(self._whole, self._parts)])
+
+    @cached_property
+    def sources(self) -> pl.DataFrame:
+        """node, nic, port, direction, source: what is counted where; only `source` where there is but one."""
+        if all("source" in part.constants for part in self._parts):
+            names = {part.constants["source"] for part in self._parts}
+            if len(names) <= 1:
+                return pl.DataFrame({"source": list(names)}, schema={"source": STR})
+        key = [*PORT, "source", "bin_ns"]
+        seen = pl.concat(
+            [pl.DataFrame(schema={name: SAMPLES[name] for name in key})]
+            + [self._whole(part).select(key).unique() for part in self._parts]
+        )
+        best = seen.sort("bin_ns", "source").unique(PORT, keep="first", maintain_order=True)
+        return best.select(*PORT, "source")
+
+    @property
+    def start_ns(self) -> int:
+        """The time of the first sample, 0 without any."""
+        return min((part.first_ns for part in self._parts), default=0)
+
+    def spans(self) -> pl.DataFrame:
+        """node, from_ns, to_ns: from the first sample of a node to the last."""
+        rows = [(node, part.first_ns, part.last_ns) for part in self._parts for node in part.nodes]
+        spans = pl.DataFrame(rows, schema={"node": STR, "from_ns": I64, "to_ns": I64}, orient="row")
+        return spans.group_by("node").agg(pl.col("from_ns").min(), pl.col("to_ns").max()).sort("node")
+
+    def batches(self, since_ns: int = FOREVER, wanted: Collection[int] = ()) -> Iterator[Batch]:
+        """All rows, node by node, each node's from the first moment to the last; nodes that share a part come together.
+
+        Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which may change meanwhile.
+        Holds the parts of one time in memory, which is a second of one node as Pulse records it.
+        """
+        mixed = any(len(part.nodes) > 1 for part in self._parts)
+        lanes: dict[tuple[str, ...], list[_Part]] = {}
+        for part in self._parts:
+            lanes.setdefault(tuple(self.nodes) if mixed else part.nodes, []).append(part)
+        for nodes in sorted(lanes):
+            for until_ns, rows in self._in_time(lanes[nodes], since_ns, wanted):
+                yield Batch(nodes, until_ns, rows)
+
+    def _in_time(
+        self, parts: list[_Part], since_ns: int, wanted: Collection[int]
+    ) -> Iterator[tuple[int, pl.DataFrame]]:
+        cuts = sorted({ns for part in parts for ns in (part.first_ns, part.last_ns + 1)})
+        waiting = sorted(parts, key=lambda part: part.first_ns, reverse=True)
+        opened: list[tuple[_Part, list[pl.DataFrame]]] = []
+        for begin_ns, end_ns in pairwise(cuts):
+            begun = []
+            while waiting and waiting[-1].first_ns <= begin_ns:
+                part = waiting.pop()
+                if part.first_ns < since_ns or self._has(part, wanted):
+                    begun.append(part)
+            if not opened and len(begun) == 1 and begun[0].last_ns < end_ns:
+                yield from ((end_ns, rows) for rows in self._rows(begun[0]))
+                continue
+            opened += [(part, list(self._rows(part))) for part in begun]
+            now = pl.col("t_ns").is_between(begin_ns, end_ns, closed="left")
+            inside = [rows.filter(now) for _, frames in opened for rows in frames]
+            if len(opened) == 1:
+                yield from ((end_ns, rows) for rows in inside)
+            elif inside:
+                yield end_ns, pl.concat(inside).sort("flow", "tx", "t_ns", maintain_order=True)
+            opened = [(part, frames) for part, frames in opened if part.last_ns >= end_ns]
+
+    def _rows(self, part: _Part) -> Iterator[pl.DataFrame]:
+        """The rows of `part` that count, in BATCH columns and in its order."""
+        one_source = self.sources.width == 1
+        if part.path is None or not part.plain or not one_source:
+            yield self._resolved(part, one_source)
+            return
+        met = np.zeros(0, np.uint64)
+        try:
+            for rows in _columns(part.path, part.constants):
+                flow = rows["flow"].to_numpy()
+                met = np.union1d(met, flow[np.flatnonzero(np.diff(flow, prepend=~flow[:1]))])
+                yield rows
+        except UNREADABLE as error:
+            self._unreadable[part.path] = str(error).splitlines()[0]
+        if not np.isin(met, self._listed).all():
+            self._list(self._whole(part).select("flow", *QP).unique())
+
+    def _has(self, part: _Part, wanted: Collection[int]) -> bool:
+        """Whether one of the flows `wanted` may be in `part`."""
+        if not wanted or part.path is None or not part.plain or part.path in self._unreadable:
+            return bool(wanted)
+        try:
+            with pq.ParquetFile(part.path, memory_map=True) as file:
+                for number in range(file.num_row_groups):
+                    flow = file.read_row_group(number, columns=["flow"], use_threads=False)["flow"].to_numpy()
+                    if not {
+                        int(one) for one in flow[np.flatnonzero(np.diff(flow, prepend=~flow[:1]))]
+                    }.isdisjoint(wanted):
+                        return True
+        except UNREADABLE:
+            return True
+        return False
+
+    def _resolved(self, part: _Part, one_source: bool) -> pl.DataFrame:
+        rows = self._whole(part)
+        if not one_source:
+            rows = rows.join(self.sources, on=self.sources.columns, how="semi", nulls_equal=True)
+        if rows["flow"].null_count():
+            rows = self._with_flows(rows)
+        self._list(rows.select("flow", *QP).unique())
+        return rows.select(
+            pl.col("flow"),
+            (pl.col("direction") == "tx").cast(U8).alias("tx"),
+            pl.col("t_ns", "bin_ns", "bytes"),
+            pl.col("retx_bytes", "ctl_packets").fill_null(0),
+        )
+
+    def _whole(self, part: _Part) -> pl.DataFrame:
+        """All rows of `part` that say something, in the columns of the schema."""
+        if part.path is None:
+            return part.frame
+        if part.path not in self._unreadable:
+            try:
+                return self._complete(part.path, _read(part.path))
+            except UNREADABLE as error:
+                self._unreadable[part.path] = str(error).splitlines()[0]
+        return pl.DataFrame(schema=SAMPLES)
+
+    def _complete(self, path: Path | None, rows: pl.DataFrame) -> pl.DataFrame:
+        complete = rows.drop_nulls(ESSENTIAL)
+        if complete.height < rows.height:
+            self._lacking[path] = rows.height - complete.height
+        return complete
+
+    def _by_rows(self, path: Path | None, rows: pl.DataFrame) -> _Part:
+        complete = self._complete(path, rows)
+        sources = complete["source"].unique()
+        times = complete.select(first=pl.col("t_ns").min(), last=pl.col("t_ns").max()).fill_null(0)
+        return _Part(
+            path,
+            complete if path is None else rows.clear(),
+            tuple(complete["node"].unique().sort()),
+            times["first"][0],
+            times["last"][0],
+            {"source": sources[0]} if len(sources) == 1 else {},
+            plain=False,
+        )
+
+    def _with_flows(self, rows: pl.DataFrame) -> pl.DataFrame:
+        begun = self._lives.select(
+            *QP, pl.col("flow").alias("lived"), pl.col("created_ns").fill_null(-FOREVER).alias("t_ns")
+        )
+        found = (
+            rows.with_row_index("row")
+            .sort("t_ns")
+            .join_asof(begun.sort("t_ns"), on="t_ns", by=QP, check_sortedness=False)
+            .sort("row")
+            .with_columns(pl.coalesce("flow", "lived").alias("flow"))
+        )
+        lost = found.filter(pl.col("flow").is_null()).select(QP).unique()
+        ids = pl.Series(
+            "own", [flow_id(node, nic, port, qpn, 0) for node, nic, port, qpn in lost.iter_rows()], U64
+        )
+        return (
+            found.join(lost.with_columns(ids), on=QP, how="left", nulls_equal=True, maintain_order="left")
+            .with_columns(pl.coalesce("flow", "own").alias("flow"))
+            .select(SAMPLES.names())
+        )
+
+    def _list(self, met: pl.DataFrame) -> None:
+        """Adds those of the flows `met` that are in no qps row."""
+        new = met.filter(~pl.col("flow").is_in(self._lives["flow"].implode()))
+        if new.height:
+            self.unlisted = pl.concat([self.unlisted, new]).unique("flow", maintain_order=True)
+
+
+def _read(path: Path) -> pl.DataFrame:
+    return conform(pl.read_parquet(path, hive_partitioning=False), "samples")
+
+
+def _by_footer(path: Path) -> _Part | None:
+    """The part in `path`, None where its footer does not tell enough; ValueError where a column is no such thing."""
+    meta = pq.read_metadata(path)
+    schema = meta.schema.to_arrow_schema()
+    for name in SAMPLES:
+        index = schema.get_field_index(name)
+        if index >= 0 and not _fits(schema.field(index).type, SAMPLES[name]):
+            raise ValueError(f"{name} is {schema.field(index).type}, not {SAMPLES[name]}")
+    bounds = {name: _bounds(meta, index) for index, name in enumerate(meta.schema.names) if name in SAMPLES}
+    if any(bounds.get(name, (None,))[0] is None for name in ("node", "t_ns")):
+        return None
+    constants: dict[str, Any] = {name: None for name in SAMPLES if name not in bounds}
+    for name, (low, high, nulls) in bounds.items():
+        if nulls == meta.num_rows or (nulls == 0 and low is not None and low == high):
+            constants[name] = low
+    nodes = (constants["node"],) if "node" in constants else tuple(_read_nodes(path))
+    plain = all(name in bounds and bounds[name][2] == 0 for name in (*ESSENTIAL, "flow"))
+    return _Part(path, pl.DataFrame(schema=SAMPLES), nodes, *bounds["t_ns"][:2], constants, plain)
+
+
+def _read_nodes(path: Path) -> list[str]:
+    return list(pl.read_parquet(path, columns=["node"])["node"].drop_nulls().unique().sort())
+
+
+def _fits(found: pa.DataType, wanted: pl.DataType) -> bool:
+    if pa.types.is_dictionary(found):
+        found = found.value_type
+    text = pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_string_view(found)
+    return bool(pa.types.is_null(found) or (text if wanted == STR else pa.types.is_integer(found)))
+
+
+def _bounds(meta: pq.FileMetaData, index: int) -> tuple[Any, Any, int | None]:
+    """Least and greatest value of a column and how many are missing; None what the footer does not tell."""
+    columns = [meta.row_group(number).column(index).statistics for number in range(meta.num_row_groups)]
+    if any(found is None or not found.has_null_count for found in columns):
+        return None, None, None
+    valued = [found for found in columns if found.num_values]
+    nulls = sum(found.null_count for found in columns)
+    if not valued or not all(found.has_min_max for found in valued):
+        return None, None, nulls
+    return min(found.min for found in valued), max(found.max for found in valued), nulls
+
+
+def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
+    """BATCH frames of the file's row groups; columns with one value are not read."""
+    names = {"direction" if name == "tx" else name: dtype for name, dtype in BATCH.items()}
+    wanted = [name for name in names if name not in constants]
+    with pq.ParquetFile(path, memory_map=True, read_dictionary=["direction"]) as file:
+        for number in range(file.num_row_groups):
+            table = file.read_row_group(number, columns=wanted, use_threads=False)
+            columns = []
+            for name, dtype in names.items():
+                if name in constants:
+                    value = constants[name] if name != "direction" else constants[name] == "tx"
+                    columns.append(pl.repeat(value or 0, len(table), dtype=dtype, eager=True))
+                elif name == "direction":
+                    codes = table.column(name).combine_chunks()
+                    is_tx = np.array([word == "tx" for word in codes.dictionary.to_pylist()], np.uint8)
+                    columns.append(pl.Series(is_tx[codes.indices.to_numpy()]))
+                else:
+                    columns.append(pl.Series(table.column(name)).cast(dtype).fill_null(0))
+            yield pl.DataFrame(dict(zip(BATCH, columns, strict=True)))
