@@ -7,21 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Longs = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags, drawn, resumed
 
-# An operator is complete when all but this share of its bytes were seen: more would hide its last message.
-VOLUME_TOLERANCE = 0.004
-# A process that waits for each operator moves between two calls what the first needs, to this accuracy.
-PACED_TOLERANCE = 0.02
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
 PROTOCOLS = (1.0, 128 / 120, 2.0)
 # How much better another multiple must do than those of the protocols.
 LEARNED_MARGIN = 0.1
-LINES, ROUNDED = 64 * 1024, 128.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
 # How many multiples, and offsets for each, are tried, fewer once the offset is about known; and rounds of learning
@@ -33,39 +28,46 @@ PAUSE_SHARE = 0.25
 SURE_HITS, CLEARLY_BETTER = 0.8, 0.2
 
 
-class Cut(NamedTuple):
-    """Of each operator: `starts` and `ends` in cumulated bytes, the bytes `expected`, and whether calls pace it."""
+class Learned(NamedTuple):
+    """How to cut one flow group: the bytes `expected` of each operator, and where `at` in the bytes the first begins.
 
-    starts: Longs
-    ends: Longs
+    `paced`: the process waits for each operator before the next call, so the bytes between two calls are the first
+    one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
+    operators and nobody else's call may bring their bytes.
+    """
+
     expected: Floats
+    at: float
     paced: bool
+    alone: bool
 
 
 class _Curve(NamedTuple):
     """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
 
     `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
-    full bin.
+    full bin. `lossy`: whether bytes may be missing.
     """
 
     low: Floats
-    silences: Floats
+    silences: Longs
     total: float
     waited: Flags
     bin_bytes: float
+    lossy: bool
 
 
 class _Track(NamedTuple):
+    """Operators laid end to end from one offset; `jumped` bytes before each belong to none. See `_lay`."""
+
     starts: Floats
     ends: Floats
     snapped: Flags
     jumped: Floats
-    on_time: Floats
-    score: Floats
+    score: float
 
 
-def cut(
+def learn(
     t_ns: Longs,
     total: Longs,
     bin_ns: int,
@@ -74,48 +76,31 @@ def cut(
     volume: Floats,
     kind: NDArray[Any],
     certain: Flags,
-) -> Cut:
-    """Cuts bins that begin at `t_ns`, with `total` bytes up to their ends, into operators called from `first_ns` on.
+    lossy: bool,
+) -> Learned:
+    """How to cut bins that begin at `t_ns`, with `total` bytes up to their ends, into operators.
 
-    `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of
-    a protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
-    `first_ns`, the last at `last_ns`.
+    `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of a
+    protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
+    `first_ns`, the last at `last_ns`. There is at least one bin and one operator. `lossy`: bytes may be missing.
 
     Bytes in bins that ended before an operator's call are not its own: this is what brings the cut back in step
-    after a partial operator or lost samples. `paced`: the process waits for each operator before the next call, so
-    the bytes between two calls are the first one's. Otherwise calls run ahead, and operators follow each other
-    by volume; the factors and the place of the first are then those with which most operators end in a silence.
+    after a partial operator or lost samples. Where calls run ahead, the factors and the place of the first are those
+    with which most operators end in a silence.
     """
-    if len(first_ns) == 0:
-        return Cut(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), False)
     before = np.r_[0, total]
     low = before[np.searchsorted(t_ns + bin_ns, first_ns, "right")]
-    high = before[np.searchsorted(t_ns, last_ns + bin_ns, "right")]
     sizes = np.sort(np.diff(before))
     # Half of all bytes are in bins of at least this size.
     bin_bytes = float(sizes[np.searchsorted(np.cumsum(sizes), total[-1] / 2)])
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
-    silences = total[:-1][np.diff(t_ns) > bin_ns].astype(float)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        starts = np.empty(len(low))
-        at = low[0]
-        for index in range(len(low)):
-            # Where the volume so far ends away from the call, bytes are missing or unknown: the call settles it.
-            starts[index] = at = at if low[index] <= at <= high[index] else low[index]
-            at = float(_drawn(silences, np.array([at]), expected[index])[0][0])
-        ends = starts + expected
-    else:
-        curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes)
-        expected, track = _fit(curve, expected, kind, certain)
-        starts, ends = track.starts[0], track.ends[0]
-    begins = np.minimum(np.round(starts), total[-1]).astype(np.int64)
-    following = np.r_[begins[1:], total[-1]]
-    stops = np.minimum(np.round(ends).astype(np.int64), following)
-    # What exceeds the volume only slightly is still the operator's, a repeat that was not seen as one.
-    if paced:
-        stops = np.where(following - stops <= PACED_TOLERANCE * expected, following, stops)
-    return Cut(begins, stops, expected, paced)
+        return Learned(expected, float(low[0]), True, True)
+    silences = total[:-1][np.diff(t_ns) > bin_ns]
+    curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes, lossy)
+    expected, track = _fit(curve, expected, kind, certain)
+    return Learned(expected, float(track.starts[0]), paced, False)
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:
@@ -157,8 +142,8 @@ def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> t
     guessed = expected
     for _ in range(ROUNDS):
         refined = _refine(curve, best[1], volume, kind, expected)
-        again = _best(curve, refined, np.ones(1), float(best[1].starts[0, 0]))
-        if again[1].score[0] < best[1].score[0]:
+        again = _best(curve, refined, np.ones(1), float(best[1].starts[0]))
+        if again[1].score < best[1].score:
             break
         settled = np.allclose(refined, expected, rtol=1e-9)
         expected, best = refined, again
@@ -167,7 +152,7 @@ def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> t
     unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
-        best = _best(curve, expected, np.ones(1), float(best[1].starts[0, 0]))
+        best = _best(curve, expected, np.ones(1), float(best[1].starts[0]))
     return expected, best[1]
 
 
@@ -179,13 +164,13 @@ def _by_kind(
     order = np.argsort([-expected[kind == number].sum() for number in numbers])
     for number in numbers[order][:MAX_KINDS]:
         here = kind == number
-        if best[1].snapped[0, here].mean() >= 0.5 or expected[here].max() <= LINES:
+        if best[1].snapped[here].mean() >= 0.5 or expected[here].max() <= LINES:
             continue
         for factor in (PROTOCOLS[1], 1 / PROTOCOLS[1], PROTOCOLS[2], 1 / PROTOCOLS[2]):
             changed = np.where(here, expected * factor, expected)
-            again = _best(curve, changed, np.ones(1), float(best[1].starts[0, 0]))
-            enough = again[1].snapped[0, here].sum() >= max(2, 0.5 * here.sum())
-            if enough and again[1].score[0] > best[1].score[0] + 0.01:
+            again = _best(curve, changed, np.ones(1), float(best[1].starts[0]))
+            enough = again[1].snapped[here].sum() >= max(2, 0.5 * here.sum())
+            if enough and again[1].score > best[1].score + 0.01:
                 best, expected = again, changed
     return best, expected
 
@@ -198,16 +183,7 @@ def _factors(curve: _Curve, volume: Floats) -> Floats:
     between points far apart. It needs a host that waits now and then.
     """
     position = np.r_[0, np.cumsum(volume)[:-1]]
-    hull: list[int] = []
-    for index in range(len(position)):
-        while len(hull) >= 2:
-            first, second = hull[-2], hull[-1]
-            left = (curve.low[second] - curve.low[first]) * (position[index] - position[first])
-            if left > (curve.low[index] - curve.low[first]) * (position[second] - position[first]):
-                break
-            hull.pop()
-        hull.append(index)
-    at = np.array(hull)
+    at = _hull(curve.low, position)
     one, other = np.triu_indices(len(at), 1)
     one, other = at[one], at[other]
     across = position[other] - position[one]
@@ -224,137 +200,243 @@ def _factors(curve: _Curve, volume: Floats) -> Floats:
     return np.asarray(np.unique(factors[(factors >= LEAST_FACTOR) & (factors <= MOST_FACTOR)]))
 
 
-def _best(
-    curve: _Curve, volume: Floats, factors: Floats, offset: float | None = None
-) -> tuple[float, _Track]:
-    """The factor, and the track, with which operators fit the curve best."""
-    offsets, chosen = [], []
-    position = np.r_[0, np.cumsum(volume)[:-1]]
+@compiled
+def _hull(low: Floats, position: Floats) -> Longs:
+    """The points of the upper hull of `low` over `position`."""
+    hull = np.empty(len(position), np.int64)
+    count = 0
+    for index in range(len(position)):
+        while count >= 2:
+            first, second = hull[count - 2], hull[count - 1]
+            left = (low[second] - low[first]) * (position[index] - position[first])
+            if left > (low[index] - low[first]) * (position[second] - position[first]):
+                break
+            count -= 1
+        hull[count] = index
+        count += 1
+    return hull[:count]
+
+
+@compiled
+def _best(curve: _Curve, volume: Floats, factors: Floats, offset: float = -1.0) -> tuple[float, _Track]:
+    """The factor, and the track, with which operators fit the curve best; `offset` where it is about known."""
+    position = np.cumsum(volume) - volume
+    offsets, chosen = np.empty(0), np.empty(0)
     for factor in factors:
-        lag = curve.low - factor * position
         # Every new maximum is a call that may have waited for all before it.
-        records = np.unique(np.maximum.accumulate(lag))[-MAX_OFFSETS:]
-        tried = records if offset is None else np.r_[offset, records[-FEW_OFFSETS:]]
-        offsets.append(np.maximum(tried, 0))
-        chosen.append(np.full(len(tried), factor))
-    first = _track(curve, volume, np.concatenate(offsets), np.concatenate(chosen))
+        lag = curve.low - factor * position
+        records = _records(lag)
+        if offset < 0:
+            tried = records[-MAX_OFFSETS:]
+        else:
+            tried = np.append(np.array([offset]), records[-FEW_OFFSETS:])
+        offsets = np.append(offsets, np.maximum(tried, 0.0))
+        chosen = np.append(chosen, np.full(len(tried), factor))
+    scores, on_time, hits = _trials(curve, volume, offsets, chosen)
     # What small operators move is rounded up to whole lines.
     least = LEARNED_MARGIN if np.median(volume) > LINES else 0.0
-    margin = np.where(np.isin(np.concatenate(chosen), PROTOCOLS), 0.0, least)
-    hits = first.snapped.sum(1)
-    best = int(np.argmax(first.score * np.sqrt((1 + hits) / (1 + hits.max())) - margin))
-    factor, track = float(np.concatenate(chosen)[best]), _only(first, best)
-    if track.score[0] >= SURE_HITS or track.on_time[0] >= 0.5 or offset is not None:
+    most, best, best_value = hits.max(), 0, -np.inf
+    for trial in range(len(offsets)):
+        value = scores[trial] * np.sqrt((1 + hits[trial]) / (1 + most))
+        if chosen[trial] not in PROTOCOLS:
+            value -= least
+        if value > best_value:
+            best, best_value = trial, value
+    factor, track = chosen[best], _track(curve, volume, offsets[best], chosen[best])
+    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset >= 0:
         return factor, track
     # Nothing waits: bytes of earlier, unseen calls may precede the first operator.
-    earliest = float(np.max(curve.low - factor * position))
-    later = curve.silences[np.searchsorted(curve.silences, earliest) :][:MAX_OFFSETS]
+    earliest = np.max(curve.low - factor * position)
+    begin = np.searchsorted(curve.silences, earliest)
+    later = curve.silences[begin : begin + MAX_OFFSETS]
     ends = factor * (position + volume)[:4]
-    moved = np.unique((later[:, None] - ends).ravel())
-    moved = moved[moved >= max(earliest, 0)]
+    moved = np.unique(np.array([silence - end for silence in later for end in ends]))
+    moved = moved[moved >= max(earliest, 0.0)]
     if len(moved):
-        second = _track(curve, volume, moved, np.full(len(moved), factor))
-        number = int(np.argmax(second.score))
-        enough = second.snapped[number].sum() >= track.snapped.sum()
-        if enough and second.score[number] >= max(SURE_HITS, track.score[0] + CLEARLY_BETTER):
-            track = _only(second, number)
+        scores, _, hits = _trials(curve, volume, moved, np.full(len(moved), factor))
+        number = np.argmax(scores)
+        enough = hits[number] >= track.snapped.sum()
+        if enough and scores[number] >= max(SURE_HITS, track.score + CLEARLY_BETTER):
+            track = _track(curve, volume, moved[number], factor)
     return factor, track
 
 
-def _only(track: _Track, number: int) -> _Track:
-    one = slice(number, number + 1)
-    return _Track(
-        track.starts[one],
-        track.ends[one],
-        track.snapped[one],
-        track.jumped[one],
-        track.on_time[one],
-        track.score[one],
-    )
+@compiled
+def _records(lag: Floats) -> Floats:
+    """The values that exceed all before them, the first included."""
+    kept = np.empty(len(lag))
+    count = 0
+    for value in lag:
+        if count == 0 or value > kept[count - 1]:
+            kept[count] = value
+            count += 1
+    return kept[:count]
 
 
-def _track(curve: _Curve, volume: Floats, offsets: Floats, factors: Floats) -> _Track:
-    """Lays the operators end to end for each trial (offset, factor), ends drawn to silences that are near.
+@compiled
+def _track(curve: _Curve, volume: Floats, offset: float, factor: float) -> _Track:
+    count = len(volume)
+    starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
+    snapped = np.zeros(count, np.bool_)
+    score, _, _ = _lay(curve, volume, offset, factor, starts, ends, snapped, jumped)
+    return _Track(starts, ends, snapped, jumped, score)
 
-    `score`: operators that end in a silence, of those that end in the curve; half as much for calls after a pause
-    that find all before them done; less the share of bytes since the first call that belong to no operator, those
-    before the first, which may be of earlier calls, by half. Arrays are [trials, operators].
-    """
+
+@compiled
+def _trials(
+    curve: _Curve,
+    volume: Floats,
+    offsets: Floats,
+    factors: Floats,
+) -> tuple[Floats, Floats, Longs]:
+    """Score, share of pauses on time, and snapped operators of each trial (offset, factor), as `_lay` has them."""
     trials, count = len(offsets), len(volume)
-    starts, ends, jumped = (np.empty((trials, count)) for _ in range(3))
-    snapped = np.zeros((trials, count), bool)
-    on_time = np.zeros(trials)
-    at = offsets.copy()
+    starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
+    snapped = np.zeros(count, np.bool_)
+    scores, on_time, hits = np.empty(trials), np.empty(trials), np.empty(trials, np.int64)
+    for trial in range(trials):
+        scores[trial], on_time[trial], hits[trial] = _lay(
+            curve,
+            volume,
+            offsets[trial],
+            factors[trial],
+            starts,
+            ends,
+            snapped,
+            jumped,
+        )
+    return scores, on_time, hits
+
+
+@compiled
+def _lay(
+    curve: _Curve,
+    volume: Floats,
+    offset: float,
+    factor: float,
+    starts: Floats,
+    ends: Floats,
+    snapped: Flags,
+    jumped: Floats,
+) -> tuple[float, float, int]:
+    """Lays the operators end to end from `offset`, their ends drawn to silences that are near; fills the last four.
+
+    The score: operators that end in a silence, of those that end in the curve; half as much for calls after a pause
+    that find all before them done; less the share of bytes since the first call that belong to no operator, those
+    before the first, which may be of earlier calls, by half. Also the share of calls after a pause on time, and how
+    many operators end in a silence.
+    """
+    count, low, silences = len(volume), curve.low, curve.silences
+    at = offset
+    punctual, pauses, inside, hits, all_hits, lost = 0, 0, 0, 0, 0, 0.0
     for index in range(count):
-        start = np.maximum(at, curve.low[index])
-        jumped[:, index] = start - at
+        start = max(at, low[index])
+        jumped[index] = start - at
+        if index:
+            lost += start - at
         if curve.waited[index]:
-            on_time += np.abs(at - curve.low[index]) <= 2 * curve.bin_bytes
-        size = volume[index] * factors
-        at, hit = _drawn(curve.silences, start, size)
-        starts[:, index], ends[:, index], snapped[:, index] = start, at, hit
-    inside = (ends < curve.total) & (ends > starts)
-    on_time /= max(int(curve.waited.sum()), 1)
-    lost = (jumped[:, 1:]).sum(1) + np.maximum(curve.total - ends[:, -1], 0)
-    lost += 0.5 * (starts[:, 0] - curve.low[0])
-    lost /= max(curve.total - curve.low[0], 1)
-    hits = (snapped & inside).sum(1)
-    within = np.searchsorted(curve.silences, ends[:, -1]) - np.searchsorted(curve.silences, starts[:, 0])
-    score = hits / np.maximum(np.minimum(inside.sum(1), within), 4) + 0.5 * on_time - lost
-    return _Track(starts, ends, snapped, jumped, on_time, score)
+            pauses += 1
+            punctual += abs(at - low[index]) <= 2 * curve.bin_bytes
+        size = volume[index] * factor
+        at, hit = drawn(silences, len(silences), -np.inf, start, size)
+        if curve.lossy and not hit and index + 2 < count:
+            sizes = volume[index : index + 3]
+            again = resumed(silences, len(silences), -np.inf, start, sizes, factor, curve.total, True)
+            if again >= 0:
+                at = again
+                jumped[index] += start + size - at
+                lost += start + size - at
+        starts[index], ends[index], snapped[index] = start, at, hit
+        all_hits += hit
+        if start < at < curve.total:
+            inside += 1
+            hits += hit
+    on_time = punctual / max(pauses, 1)
+    lost += max(curve.total - at, 0.0) + 0.5 * (starts[0] - low[0])
+    lost /= max(curve.total - low[0], 1.0)
+    within = np.searchsorted(silences, at) - np.searchsorted(silences, starts[0])
+    return hits / max(min(inside, within), 4) + 0.5 * on_time - lost, on_time, all_hits
 
 
-def _drawn(silences: Floats, start: Floats, size: Floats | float) -> tuple[Floats, Flags]:
-    """Ends of operators of `size` from `start`, drawn to the nearest silence if it is near, and whether it is."""
-    end = start + size
-    if len(silences) == 0:
-        return end, np.zeros(len(end), bool)
-    after = np.minimum(np.searchsorted(silences, end), len(silences) - 1)
-    before = np.maximum(after - 1, 0)
-    near = np.where(
-        np.abs(silences[after] - end) < np.abs(silences[before] - end), silences[after], silences[before]
-    )
-    # Of several within some lines of each other the first: what follows is the next, small operator.
-    first = silences[np.searchsorted(silences, near - ROUNDED)]
-    near = np.where((size > LINES) & (first > start), first, near)
-    hit = (np.abs(near - end) <= np.maximum(VOLUME_TOLERANCE * size, ROUNDED)) & (near > start)
-    return np.where(hit, near, end), hit
-
-
-def _refine(curve: _Curve, track: _Track, volume: Floats, kind: NDArray[Any], expected: Floats) -> Floats:
+@compiled
+def _refine(curve: _Curve, track: _Track, volume: Floats, kind: Longs, expected: Floats) -> Floats:
     """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
 
     Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left
     out of a second pass.
     """
-    ends, snapped, jumped = track.ends[0].copy(), track.snapped[0].copy(), track.jumped[0]
-    # A host that waited made its call when all before it had ended.
-    before = np.flatnonzero(curve.waited[1:])
-    ends[before], snapped[before] = curve.low[before + 1], True
-    marks = np.flatnonzero(snapped)
-    if len(marks) < 3:
+    count = len(volume)
+    numbers = np.unique(kind)
+    which = np.searchsorted(numbers, kind)
+    rows, sizes = np.zeros((len(numbers), count)), np.empty(count)
+    number, marks, mark, broken = 0, 0, 0.0, True
+    for index in range(count):
+        if track.jumped[index] > 0 and not curve.waited[index]:
+            broken = True
+        rows[which[index], number] += expected[index]
+        end, ended = track.ends[index], track.snapped[index]
+        if index + 1 < count and curve.waited[index + 1]:
+            # A host that waited made its call when all before it had ended.
+            end, ended = curve.low[index + 1], True
+        if not ended:
+            continue
+        whole = rows[:, number].sum()
+        sizes[number] = end - mark
+        if not broken and abs(sizes[number] - whole) <= max(0.1 * whole, ROUNDED):
+            number += 1
+        if number < count:
+            rows[:, number] = 0.0
+        mark, marks, broken = end, marks + 1, False
+    if number == 0 or marks < 3:
         return expected
-    numbers, which = np.unique(kind, return_inverse=True)
-    by_kind = np.zeros((len(volume) + 1, len(numbers)))
-    by_kind[np.arange(1, len(volume) + 1), which] = expected
-    by_kind = np.cumsum(by_kind, 0)
-    rows = by_kind[marks[1:] + 1] - by_kind[marks[:-1] + 1]
-    sizes = np.diff(ends[marks])
-    moved = np.cumsum((jumped > 0) & ~curve.waited)
-    whole = moved[marks[1:]] == moved[marks[:-1]]
-    whole &= np.abs(sizes - rows.sum(1)) <= np.maximum(0.1 * rows.sum(1), ROUNDED)
-    rows, sizes = rows[whole], sizes[whole]
-    if not len(rows):
-        return expected
+    rows, sizes = rows[:, :number], sizes[:number]
     scale = np.ones(len(numbers))
-    kept = np.ones(len(rows), bool)
+    kept = np.ones(number, np.bool_)
     for _ in range(2):
-        weight = 1e-9 * rows.max()
-        left = np.vstack([rows[kept], weight * np.eye(len(numbers))])
-        right = np.r_[sizes[kept], np.full(len(numbers), weight)]
-        scale = np.linalg.lstsq(left, right, rcond=None)[0]
-        off = np.abs(rows @ scale - sizes)
-        kept = off <= max(float(np.median(off)) * 4, 1.0)
-    # Too few bytes to be told from what is lost in the others' rounding.
-    scale[(scale < LEAST_FACTOR) | (scale > MOST_FACTOR)] = 0
-    return np.asarray(np.round(expected * scale[which], 3))
+        scale = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
+        off = _misfit(rows, sizes, scale)
+        kept = off <= max(np.median(off) * 4, 1.0)
+    refined = np.empty(count)
+    for index in range(count):
+        factor = scale[which[index]]
+        # Too few bytes to be told from what is lost in the others' rounding.
+        refined[index] = round(expected[index] * factor, 3) if LEAST_FACTOR <= factor <= MOST_FACTOR else 0.0
+    return refined
+
+
+@compiled
+def _misfit(rows: Floats, sizes: Floats, scale: Floats) -> Floats:
+    """How far each size is from the sum of its rows (one per unknown), times `scale`."""
+    off = -sizes
+    for kind in range(len(scale)):
+        off += rows[kind] * scale[kind]
+    return np.abs(off)
+
+
+@compiled
+def _least_squares(rows: Floats, sizes: Floats, weight: float) -> Floats:
+    """The scale of each kind, near 1 by a little `weight`, by which the `rows` [kind, interval] come next to `sizes`.
+
+    Modified Gram-Schmidt, as the compiler has no solver of its own.
+    """
+    kinds, count = rows.shape
+    left = np.zeros((kinds, count + kinds))
+    right = np.full(count + kinds, weight)
+    left[:, :count], right[:count] = rows, sizes
+    upper, scale = np.zeros((kinds, kinds)), np.zeros(kinds)
+    for kind in range(kinds):
+        left[kind, count + kind] = weight
+    for kind in range(kinds):
+        norm = np.sqrt((left[kind] * left[kind]).sum())
+        upper[kind, kind] = norm
+        left[kind] /= norm
+        for other in range(kind + 1, kinds):
+            upper[kind, other] = (left[kind] * left[other]).sum()
+            left[other] -= upper[kind, other] * left[kind]
+        scale[kind] = (left[kind] * right).sum()
+        right -= scale[kind] * left[kind]
+    for kind in range(kinds - 1, -1, -1):
+        for other in range(kind + 1, kinds):
+            scale[kind] -= upper[kind, other] * scale[other]
+        scale[kind] /= upper[kind, kind]
+    return scale

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from pulse_bpf.analysis.boundaries import cut
+from cuts import cut
 
 BIN_NS = 1_000_000
 VOLUMES = np.array([192, 192, 384, 64]) * 1024
@@ -23,19 +22,26 @@ def test_operators_are_cut_by_volume_whenever_they_were_called(ahead: bool) -> N
     call_ns = begin.reshape(STEPS, -1)
     if ahead:
         call_ns = call_ns[:, :1] + np.arange(len(VOLUMES)) * 1000
-    total = np.cumsum(np.full(len(t_ns), 4096))
     kind = np.tile(np.arange(len(VOLUMES)), STEPS)
-    starts, ends, expected, paced = cut(
-        t_ns,
-        total,
-        BIN_NS,
-        call_ns.ravel(),
-        call_ns.ravel(),
-        volume.astype(float),
-        kind,
-        np.zeros(len(kind), bool),
-    )
-    assert paced == (not ahead)
-    assert starts.tolist() == (np.cumsum(volume) - volume).tolist()
-    assert ends.tolist() == np.cumsum(volume).tolist()
-    assert expected.tolist() == volume.tolist()
+    net = np.full(len(t_ns), 4096)
+    learned, found = cut(t_ns, net, BIN_NS, call_ns.ravel(), volume.astype(float), kind)
+    assert learned.paced == (not ahead)
+    assert learned.expected.tolist() == volume.tolist()
+    assert found.tolist() == volume.tolist()
+
+
+def test_lost_samples_do_not_shift_what_follows() -> None:
+    """Calls run ahead, so only the silences after them tell which operator lost bytes."""
+    rng = np.random.default_rng(4)
+    bins = rng.integers(30, 300, 40)
+    begin = np.cumsum(bins + 6) - bins
+    t_ns = np.concatenate([b + np.arange(n) for b, n in zip(begin, bins, strict=True)]) * BIN_NS
+    owner = np.repeat(np.arange(40), bins)
+    call_ns = (begin[0] - 1) * BIN_NS + np.arange(40) * 1000
+    seen = ~((owner == 17) & (t_ns >= t_ns[owner == 17][10]) & (t_ns <= t_ns[owner == 17][25]))
+    net = np.full(int(seen.sum()), 4096)
+    volume = bins * 4096.0
+    _, found = cut(t_ns[seen], net, BIN_NS, call_ns, volume, np.zeros(40, np.int64), lossy=True)
+    assert found.tolist() == (np.bincount(owner[seen]) * 4096).tolist()
+    _, shifted = cut(t_ns[seen], net, BIN_NS, call_ns, volume, np.zeros(40, np.int64))
+    assert shifted[17] == volume[17]  # with bytes of the next
