@@ -14,6 +14,7 @@ from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import find_late
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.signals import find_signals
 from pulse_bpf.analysis.slow import find_slow
 from pulse_bpf.analysis.stops import find_stops
 
@@ -36,19 +37,25 @@ def localize(
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
-    Uses of the tables: comms, processes, nodes, nics, events, coverage. Never opens the samples.
+    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
     """
     aligned = align(operators)
     window = _window(operators, tables)
     coverage = _coverage(operators, flows, tables, damaged)
     stops = find_stops(aligned, tables["processes"], _watched_until(tables["coverage"], window[1]))
-    losses = find_loss(aligned, tables["events"], flows)
-    slow, unexplained = find_slow(aligned)
-    found = [*stops.findings, *losses]
-    # A lossy flow is slow too: the effect is no second finding.
-    found += [finding for finding in slow if not any(_touches(earlier, finding) for earlier in found)]
+    signals = find_signals(aligned, flows, tables)
+    # A port that is down explains that the job stands still, and which rank waits for what tells nothing more.
+    found = [*signals] if any(item.state == "down" for item in signals) else [*stops.findings, *signals]
     also: list[str] = []
-    for finding in find_late(aligned):
+    # What a port says of itself explains what is slow and late around it.
+    if not signals:
+        found += find_loss(aligned, tables["events"], flows)
+        slow, unexplained = find_slow(aligned)
+        # A lossy flow is slow too: the effect is no second finding.
+        found += [finding for finding in slow if not any(_touches(earlier, finding) for earlier in found)]
+    else:
+        unexplained = []
+    for finding in [] if signals else find_late(aligned):
         # Acknowledgements queue behind data, so the neighbours of a slow or lossy port finish late as well.
         if found or unexplained:
             also.append(
@@ -58,7 +65,10 @@ def localize(
             found.append(finding)
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
-        found = [item if item.cause == "stop" else replace(item, confidence=0.4) for item in found]
+        found = [
+            item if item.cause == "stop" or item in signals else replace(item, confidence=0.4)
+            for item in found
+        ]
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
