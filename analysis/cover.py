@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import polars as pl
@@ -13,6 +13,9 @@ COVERED = 0.85
 CONSISTENT = 0.7
 # ... and when the next best covers at most this share of what it covers, or is refuted: much of it is good.
 RUNNER_UP, REFUTED = 0.75, 0.5
+
+# Of the time from the first bad cell to the last, how near to a bad one others tell of the same time.
+NEAR = 0.03
 
 Port = tuple[str, str]  # node, nic
 
@@ -43,8 +46,7 @@ def cover(cells: pl.DataFrame) -> Cause | None:
     if bad.is_empty():
         return None
     total = float(bad["weight"].sum())
-    first, last = bad["start_ns"].min(), bad["start_ns"].max()
-    during = cells.filter(pl.col("start_ns").is_between(first, last)).with_columns(
+    during = near(cells, bad).with_columns(
         bad=pl.col("weight") > 0,
         bad_src=(pl.col("weight") > 0) & pl.col("at_src").fill_null(True),
         bad_dst=(pl.col("weight") > 0) & pl.col("at_dst").fill_null(True),
@@ -78,6 +80,70 @@ def cover(cells: pl.DataFrame) -> Cause | None:
             else Cause("ingress", None, port, covered, second)
         )
     return _both_ways(during, total) or Cause("network", None, None, covered, max(second, other[1]))
+
+
+def near(cells: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
+    """The `cells` of the time in which there are `bad` ones: what comes and goes is good in between."""
+    span_ns = bad.select(pl.col("start_ns").max() - pl.col("start_ns").min()).item()
+    if span_ns is None:
+        return cells
+    tolerance = int(NEAR * span_ns) + 1
+    times = bad.select(bad_ns="start_ns").drop_nulls().unique().sort("bad_ns")
+    return (
+        cells.drop_nulls("start_ns")
+        .sort("start_ns")
+        .join_asof(times, left_on="start_ns", right_on="bad_ns", strategy="nearest", tolerance=tolerance)
+        .drop_nulls("bad_ns")
+        .drop("bad_ns")
+    )
+
+
+def explain(cells: pl.DataFrame, most: int = 2) -> list[Cause]:
+    """The components that together explain the bad `cells`, the best first: one, or up to `most` that share none.
+
+    A last one of "network" stands for what none of them explains.
+    """
+    causes: list[Cause] = []
+    total = float(cells["weight"].sum())
+    while total and float(cells["weight"].sum()) > (1 - COVERED) * total:
+        if len(causes) == most:
+            return [Cause("network", None, None, 0.0, 0.0)]
+        cause = cover(cells)
+        if cause is None:
+            break
+        if cause.what == "network":
+            cause = _alone(cells)
+        causes.append(cause)
+        if cause.what == "network":
+            return causes if len(causes) == 1 else [cause]
+        cells = cells.filter(~touched(cause))
+    if len(causes) > 1:
+        # Each explains its part of what they explain together.
+        covered = 1 - float(cells["weight"].sum()) / total
+        causes = [replace(cause, covered=covered) for cause in causes]
+    return causes
+
+
+def touched(cause: Cause) -> pl.Expr:
+    """The cells that a cause explains."""
+    ends = [
+        pl.all_horizontal(
+            pl.col(name).eq_missing(pl.lit(value)) for name, value in zip(port, end, strict=True)
+        )
+        for port, end in ((SRC, cause.src), (DST, cause.dst))
+        if end is not None
+    ]
+    return pl.any_horizontal(ends) if cause.what == "nic" else pl.all_horizontal(ends)
+
+
+def _alone(cells: pl.DataFrame) -> Cause:
+    """The flow that is bad nearly whenever it flows though others are bad as well; "network" without one."""
+    bad = cells.filter(pl.col("weight") > 0)
+    here = near(cells, bad).with_columns(bad=pl.col("weight") > 0)
+    ends, covered, second = _best(here, "bad", EDGE, float(bad["weight"].sum()))
+    if not covered or _share(here, EDGE, ends, "bad") < CONSISTENT:
+        return Cause("network", None, None, covered, second)
+    return Cause("link", (ends[0], ends[1]), (ends[2], ends[3]), covered, second)
 
 
 def _against(
