@@ -17,14 +17,22 @@ RUNNER_UP, REFUTED = 0.75, 0.5
 # Of the time from the first bad cell to the last, how near to a bad one others tell of the same time.
 NEAR = 0.03
 
+# Of the weight of bad cells, what must touch a machine that is at fault as a whole, in so many cells.
+TOUCHED, MIN_TOUCHING = 0.7, 15
+# Of what crosses that machine meanwhile, the share that is bad; and of the weight of what it sends, that of what it
+# receives, or the other way round: what goes through it is slow on both sides.
+OFTEN, BALANCED = 0.1, 0.6
+# How many times the weight of its worst flow a port has when it is not only that flow.
+SEVERAL = 1.15
+
 Port = tuple[str, str]  # node, nic
 
 
 @dataclass(frozen=True)
 class Cause:
-    """`what`: "link" src -> dst, the "egress" or "ingress" of one NIC, "nic" both of them, or "network"."""
+    """`what`: "link" src -> dst, the "egress" or "ingress" of one NIC, "nic" both, "node" all NICs, or "network"."""
 
-    what: Literal["link", "egress", "ingress", "nic", "network"]
+    what: Literal["link", "egress", "ingress", "nic", "node", "network"]
     src: Port | None
     dst: Port | None
     covered: float
@@ -111,9 +119,13 @@ def explain(cells: pl.DataFrame, most: int = 2) -> list[Cause]:
         cause = cover(cells)
         if cause is None:
             break
+        if cause.what == "network" and not causes:
+            cause = _machine(cells) or cause
         if cause.what == "network":
             cause = _alone(cells)
         causes.append(cause)
+        if cause.what == "node":
+            return causes
         if cause.what == "network":
             return causes if len(causes) == 1 else [cause]
         cells = cells.filter(~touched(cause))
@@ -126,6 +138,8 @@ def explain(cells: pl.DataFrame, most: int = 2) -> list[Cause]:
 
 def touched(cause: Cause) -> pl.Expr:
     """The cells that a cause explains."""
+    if cause.what == "node" and cause.src is not None:
+        return (pl.col("src_node") == cause.src[0]) | (pl.col("dst_node") == cause.src[0])
     ends = [
         pl.all_horizontal(
             pl.col(name).eq_missing(pl.lit(value)) for name, value in zip(port, end, strict=True)
@@ -136,11 +150,47 @@ def touched(cause: Cause) -> pl.Expr:
     return pl.any_horizontal(ends) if cause.what == "nic" else pl.all_horizontal(ends)
 
 
-def _alone(cells: pl.DataFrame) -> Cause:
-    """The flow that is bad nearly whenever it flows though others are bad as well; "network" without one."""
+def _machine(cells: pl.DataFrame) -> Cause | None:
+    """The machine that the bad flows touch, over several of its NICs and at both ends, if one clearly is.
+
+    Only in rings: where a port sends to several peers, these have unequal parts in the operator.
+    """
     bad = cells.filter(pl.col("weight") > 0)
-    here = near(cells, bad).with_columns(bad=pl.col("weight") > 0)
-    ends, covered, second = _best(here, "bad", EDGE, float(bad["weight"].sum()))
+    if bad.group_by(SRC).agg(pl.struct(DST).n_unique().alias("peers"))["peers"].max() != 1:
+        return None
+    total = float(bad["weight"].sum())
+    ends = pl.concat(
+        [bad.select(pl.col(end).name.map(lambda name: name[4:]), "weight", *EDGE) for end in (SRC, DST)]
+    )
+    nodes = (
+        ends.group_by("node")
+        .agg(pl.col("weight").sum() / total, pl.col("nic").n_unique(), pl.len())
+        .sort("weight", "node", descending=[True, False])
+    )
+    if nodes.height < 3 or nodes["nic"][0] < 2 or nodes["len"][0] < MIN_TOUCHING:
+        return None
+    first, second = float(nodes["weight"][0]), float(nodes["weight"][1])
+    if first < TOUCHED or second > RUNNER_UP * first:
+        return None
+    port = (str(nodes["node"][0]), "")
+    crossing = near(cells, bad).filter(touched(Cause("node", port, port, first, second)))
+    out, into = (
+        float(bad.filter(pl.col(name) == port[0])["weight"].sum()) for name in ("src_node", "dst_node")
+    )
+    often = float((crossing["weight"] > 0).mean() or 0)  # type: ignore[arg-type]
+    if often < OFTEN or min(out, into) < BALANCED * max(out, into):
+        return None
+    return Cause("node", port, port, first, second)
+
+
+def _alone(cells: pl.DataFrame) -> Cause:
+    """The port or flow that is bad nearly whenever it flows though others are bad as well; "network" without one."""
+    bad = cells.filter(pl.col("weight") > 0)
+    here, total = near(cells, bad).with_columns(bad=pl.col("weight") > 0), float(bad["weight"].sum())
+    ends, covered, second = _best(here, "bad", EDGE, total)
+    port, of_port, next_port = _best(here, "bad", SRC, total)
+    if of_port > SEVERAL * covered and _share(here, SRC, port, "bad") >= CONSISTENT:
+        return Cause("egress", (port[0], port[1]), None, of_port, next_port)
     if not covered or _share(here, EDGE, ends, "bad") < CONSISTENT:
         return Cause("network", None, None, covered, second)
     return Cause("link", (ends[0], ends[1]), (ends[2], ends[3]), covered, second)

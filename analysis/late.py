@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -35,13 +36,14 @@ TWO_SIDED = ("Send", "Recv")
 IN_PAIRS = ("Group", "AlltoAll")
 
 
-def find_late(ranks: pl.DataFrame) -> list[Finding]:
+def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame | None) -> list[Finding]:
     """The machine that comes late to operators by its own doing, which delays all others, by `ranks` (lags).
 
     A rank's lag runs from the end of what its process did before to its first byte sent, on its own clock, and is
     compared with the other ranks' in the same operator: waiting for somebody else is no part of it. Nobody can
     end an operator before its last rank has come, so lags longer than the others' operator are no lags. Assumes
     that ranks of one communicator have equal work: what is unequal by the job's own doing moves from rank to rank.
+    A rank may send by a neighbour's NIC and process, so that its GPU is named where `comms` and `channels` tell it.
     """
     window_ns = _window_ns(ranks)
     if not window_ns:
@@ -49,7 +51,27 @@ def find_late(ranks: pl.DataFrame) -> list[Finding]:
     compared = excesses(ranks)
     costs = _costs(compared)
     worst = _stands_out(costs, window_ns)
-    return [] if worst is None else [_finding(worst, costs, compared, window_ns)]
+    if worst is None:
+        return []
+    finding = _finding(worst, costs, compared, window_ns)
+    return [finding if finding.rank is None else _of_gpu(finding, worst, comms, channels)]
+
+
+def _of_gpu(
+    finding: Finding, worst: dict[str, Any], comms: pl.DataFrame, channels: pl.DataFrame | None
+) -> Finding:
+    """`finding` with the GPU whose data the late process sends; without rank where that is not known."""
+    members = comms.filter(pl.col("comm_id") == worst["comm_id"], pl.col("node") == worst["node"])
+    members = members.unique("rank").drop_nulls("gpu")
+    if members.height > 1 and channels is not None:
+        senders = channels.filter(
+            pl.col("comm_id") == worst["comm_id"], pl.col("ring_next") == worst["peer_rank"]
+        )
+        members = members.join(senders.select("rank").unique(), on="rank", how="semi")
+    if members.height != 1:
+        return replace(finding, rank=None, pid=None)
+    sender = members.row(0, named=True)
+    return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
 
 
 def same_clock(nodes: pl.DataFrame) -> bool:
@@ -76,7 +98,10 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
                 "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns"
             ).first(),
             pl.col("start_ns").filter(pl.col("direction") == "tx").min().alias("entry_ns"),
-            pl.col("peer_rank").filter(pl.col("direction") == "tx").first(),
+            pl.col("peer_rank")
+            .filter(pl.col("direction") == "tx")
+            .sort_by(pl.col("start_ns").filter(pl.col("direction") == "tx"))
+            .first(),
             pl.col("last_byte_ns").max().alias("end_ns"),
             pl.col("bin_ns").max().fill_null(0),
             (pl.col("direction") == "rx").any().alias("receives"),
@@ -170,7 +195,7 @@ def _costs(compared: pl.DataFrame) -> pl.DataFrame:
             pl.col("excess_ns").sum().alias("cost_ns"),
             pl.len().alias("times"),
             pl.col("excess_ns").median(),
-            pl.col("rank", "gpu", "comm_id", "kind").first(),
+            pl.col("rank", "comm_id", "peer_rank").first(),
             pl.col("kind").is_in(IN_PAIRS).mean().alias("pairs"),
             pl.col("call_ns").min().alias("first_ns"),
             pl.col("end_ns").max().alias("last_ns"),

@@ -17,6 +17,7 @@ from pulse_bpf.analysis.late import find_late, lags, same_clock
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.analysis.stops import find_stops
 
 # Fewer finished operators per communicator than this are no ground for "healthy".
@@ -56,11 +57,16 @@ def localize(
             one_clock = same_clock(tables["nodes"])
             ranks = lags(aligned, one_clock)
             lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
-            hosts, late = find_hosts(ranks, one_clock, int(lost.sum())), find_late(ranks)
+            hosts, late = (
+                find_hosts(ranks, one_clock, int(lost.sum())),
+                find_late(ranks, tables["comms"], tables.get("channels")),
+            )
             # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
             if hosts or (late and int(late[0].lost_ns or 0) >= lost_ns):
                 slow, unexplained = [], []
             found = hosts or (slow if slow or unexplained else late)
+            if not found and not unexplained and one_clock:
+                found = find_stalls(aligned)
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
         found = [

@@ -20,6 +20,8 @@ STARVED_RATIO = 0.9
 STEADY_SHARE = 0.97
 # Bins of an operator without which its rate is not judged.
 MIN_BINS = 5
+# Of the bytes of an operator's largest flow, those without which a flow carries no data.
+LEAST_PART = 0.02
 # Operators whose median makes one value, and how many such values a flow must be slow in.
 SMOOTHED, MIN_OPERATORS = 5, 5
 # Of an operator's time, what the flow that holds it up is busy for at least.
@@ -58,11 +60,13 @@ def find_slow(
         own = bad.filter(touched(cause))
         busy = _busy(own.filter(pl.col("at_src") | pl.col("at_dst")), _side(bad, cause))
         unmarked = _unmarked(own, marks)
-        if busy is not None and busy < MIN_BUSY:
+        if busy is not None and busy < MIN_BUSY and cause.what != "node":
             # What is slow holds all up, and is never idle meanwhile.
             why.append(f"a slow flow from {own['src_node'][0]} was idle for much of the time")
-        elif cause.what == "link" and marks is not None and not own["at_src"].any():
+        elif cause.what == "link" and marks is not None and not (unmarked and own["at_src"].any()):
             why.append(f"a flow from {own['src_node'][0]} is slow, and neither its sender nor the network is")
+        elif cause.what == "node" or (unmarked and cause.what == "ingress"):
+            found.append(_of_machine(_finding(cells, own, cause)))
         elif unmarked and cause.what == "link":
             found.append(_finding(cells, own, replace(cause, what="egress", dst=None)))
         else:
@@ -198,10 +202,12 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
 def _measured(aligned: pl.DataFrame) -> pl.DataFrame:
     """The rows whose operators are long enough to judge a rate, which is their median bin's where bins are wide."""
     bins = (pl.col("last_byte_ns") - pl.col("start_ns")) / pl.col("bin_ns")
-    rows = aligned.with_columns(
+    # Of a source that sees only what is sent, credits and acknowledgements are rows as well.
+    data = pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(*OPERATOR, "direction")
+    rows = aligned.filter(pl.col("step").is_not_null(), data).with_columns(
         burst_gbps=pl.coalesce("burst_gbps", pl.when(bins >= MIN_BINS).then("wmed_gbps"))
     )
-    return rows.filter(pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null())
+    return rows.filter(pl.col("burst_gbps").is_not_null())
 
 
 def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
@@ -290,6 +296,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         "egress": f"what {src[1]} of {src[0]} sends",
         "ingress": f"what {dst[1]} of {dst[0]} receives",
         "nic": f"what {src[1]} of {src[0]} sends and receives",
+        "node": f"what {src[0]} sends and receives",
         "link": f"what {src[0]} sends to {dst[0]}",
     }[cause.what]
     busy, others_busy = _busy(bad, sided), _busy(good, sided)
@@ -350,6 +357,18 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
 def _side(bad: pl.DataFrame, cause: Cause) -> str:
     """At which end what the cause touches was seen to be slow."""
     return "rx" if cause.what == "ingress" or bad.filter(touched(cause))["at_src"].sum() == 0 else "tx"
+
+
+def _of_machine(finding: Finding) -> Finding:
+    """`finding` for the machine: what several of its NICs send and receive, or one takes without a queue, is slow."""
+    return replace(
+        finding,
+        kind="intra-node-slow",
+        cause="intra-node",
+        scope="node",
+        nic=None,
+        next_check=f"on {finding.node}: nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi nvlink -s; nvidia-smi topo -m",
+    )
 
 
 def _network(cells: pl.DataFrame, bad: pl.DataFrame, flows: pl.DataFrame) -> Finding:
