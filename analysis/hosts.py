@@ -15,7 +15,7 @@ LATE_NS, LATE_SHARE = 1_000_000, 0.5
 # most this share of the time.
 MIN_TIMES, PAUSE_NS, MOST_OF_TIME = 3, 8_000_000, 0.7
 # How many times what is usual there a single late call must be: where clocks tell that it was on time before, and else.
-SINGLE, SINGLE_BLIND = 1.0, 3.0
+SINGLE, SINGLE_BLIND = 0.7, 3.0
 # What another machine's late calls may cost at most, beside those of the one that is named.
 OTHERS = 0.2
 # Late in more of its calls than this, it may as well wait for its GPU.

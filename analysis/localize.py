@@ -15,6 +15,7 @@ from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import find_late, lags, same_clock
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.marked import find_marked
 from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
 from pulse_bpf.analysis.stalls import find_stalls
@@ -53,7 +54,8 @@ def localize(
     if not signals:
         found += find_loss(aligned, tables["events"], flows)
         if not found:
-            slow, unexplained, lost_ns = find_slow(aligned, flows, marks(tables["port_counters"]))
+            asked = marks(tables["port_counters"])
+            slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
             one_clock = same_clock(tables["nodes"])
             ranks = lags(aligned, one_clock)
             lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
@@ -65,6 +67,7 @@ def localize(
             if hosts or (late and int(late[0].lost_ns or 0) >= lost_ns):
                 slow, unexplained = [], []
             found = hosts or (slow if slow or unexplained else late)
+            found = found or find_marked(aligned, flows, asked, tables["events"])
             if not found and not unexplained and one_clock:
                 found = find_stalls(aligned)
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
@@ -92,12 +95,6 @@ def localize(
     iteration = find_iteration(calls, operators)
     groups = find_groups(calls, operators, tables["comms"], iteration)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
-
-
-def _touches(one: Finding, other: Finding) -> bool:
-    """Whether two findings name a node in common."""
-    first, second = ({*(item.nodes or ()), item.node, item.peer_node} for item in (one, other))
-    return any(name is not None for name in first & second)
 
 
 def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:

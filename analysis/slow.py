@@ -47,7 +47,7 @@ def find_slow(
     cells = rate_cells(aligned)
     bad = cells.filter(pl.col("weight") > 0)
     if marks is not None:
-        marked = bad.join(_hot(marks), left_on=SRC, right_on=["node", "nic"], how="semi")
+        marked = bad.join(hot(marks), left_on=SRC, right_on=["node", "nic"], how="semi")
         if marked.select("comm_id", "step").unique().height >= MIN_OPERATORS:
             # Who waits for a marked flow is slow at times, and not marked.
             return [_network(cells, marked, flows)], [], _lost_ns(bad)
@@ -90,7 +90,7 @@ def _parts(cause: Cause, bad: pl.DataFrame, marks: pl.DataFrame | None) -> list[
     ]
 
 
-def _hot(marks: pl.DataFrame) -> pl.DataFrame:
+def hot(marks: pl.DataFrame) -> pl.DataFrame:
     """The ports that were asked to slow down far more often than most."""
     usual = float(marks["marks"].quantile(0.75) or 0.0)
     return marks.filter(pl.col("marks") >= MIN_MARKS + OVER_OTHERS * usual)
