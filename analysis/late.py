@@ -62,7 +62,7 @@ def _of_gpu(
 ) -> Finding:
     """`finding` with the GPU whose data the late process sends; without rank where that is not known."""
     members = comms.filter(pl.col("comm_id") == worst["comm_id"], pl.col("node") == worst["node"])
-    members = members.unique("rank").drop_nulls("gpu")
+    members = members.unique("rank")
     if members.height > 1 and channels is not None:
         senders = channels.filter(
             pl.col("comm_id") == worst["comm_id"], pl.col("ring_next") == worst["peer_rank"]
@@ -71,6 +71,8 @@ def _of_gpu(
     if members.height != 1:
         return replace(finding, rank=None, pid=None)
     sender = members.row(0, named=True)
+    if sender["gpu"] is None:
+        return replace(finding, rank=sender["rank"], pid=sender["pid"])
     return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
 
 
