@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import polars as pl
@@ -14,14 +14,25 @@ CONSISTENT = 0.7
 # ... and when the next best covers at most this share of what it covers, or is refuted: much of it is good.
 RUNNER_UP, REFUTED = 0.75, 0.5
 
+# Of the time from the first bad cell to the last, how near to a bad one others tell of the same time.
+NEAR = 0.03
+
+# Of the weight of bad cells, what must touch a machine that is at fault as a whole, in so many cells.
+TOUCHED, MIN_TOUCHING = 0.7, 15
+# Of what crosses that machine meanwhile, the share that is bad; and of the weight of what it sends, that of what it
+# receives, or the other way round: what goes through it is slow on both sides.
+OFTEN, BALANCED = 0.1, 0.6
+# How many times the weight of its worst flow a port has when it is not only that flow.
+SEVERAL = 1.15
+
 Port = tuple[str, str]  # node, nic
 
 
 @dataclass(frozen=True)
 class Cause:
-    """`what`: "link" src -> dst, the "egress" or "ingress" of one NIC, "nic" both of them, or "network"."""
+    """`what`: "link" src -> dst, the "egress" or "ingress" of one NIC, "nic" both, "node" all NICs, or "network"."""
 
-    what: Literal["link", "egress", "ingress", "nic", "network"]
+    what: Literal["link", "egress", "ingress", "nic", "node", "network"]
     src: Port | None
     dst: Port | None
     covered: float
@@ -43,8 +54,7 @@ def cover(cells: pl.DataFrame) -> Cause | None:
     if bad.is_empty():
         return None
     total = float(bad["weight"].sum())
-    first, last = bad["start_ns"].min(), bad["start_ns"].max()
-    during = cells.filter(pl.col("start_ns").is_between(first, last)).with_columns(
+    during = near(cells, bad).with_columns(
         bad=pl.col("weight") > 0,
         bad_src=(pl.col("weight") > 0) & pl.col("at_src").fill_null(True),
         bad_dst=(pl.col("weight") > 0) & pl.col("at_dst").fill_null(True),
@@ -78,6 +88,112 @@ def cover(cells: pl.DataFrame) -> Cause | None:
             else Cause("ingress", None, port, covered, second)
         )
     return _both_ways(during, total) or Cause("network", None, None, covered, max(second, other[1]))
+
+
+def near(cells: pl.DataFrame, bad: pl.DataFrame) -> pl.DataFrame:
+    """The `cells` of the time in which there are `bad` ones: what comes and goes is good in between."""
+    span_ns = bad.select(pl.col("start_ns").max() - pl.col("start_ns").min()).item()
+    if span_ns is None:
+        return cells
+    tolerance = int(NEAR * span_ns) + 1
+    times = bad.select(bad_ns="start_ns").drop_nulls().unique().sort("bad_ns")
+    return (
+        cells.drop_nulls("start_ns")
+        .sort("start_ns")
+        .join_asof(times, left_on="start_ns", right_on="bad_ns", strategy="nearest", tolerance=tolerance)
+        .drop_nulls("bad_ns")
+        .drop("bad_ns")
+    )
+
+
+def explain(cells: pl.DataFrame, most: int = 2) -> list[Cause]:
+    """The components that together explain the bad `cells`, the best first: one, or up to `most` that share none.
+
+    A last one of "network" stands for what none of them explains.
+    """
+    causes: list[Cause] = []
+    total = float(cells["weight"].sum())
+    while total and float(cells["weight"].sum()) > (1 - COVERED) * total:
+        if len(causes) == most:
+            return [Cause("network", None, None, 0.0, 0.0)]
+        cause = cover(cells)
+        if cause is None:
+            break
+        if cause.what == "network" and not causes:
+            cause = _machine(cells) or cause
+        if cause.what == "network":
+            cause = _alone(cells)
+        causes.append(cause)
+        if cause.what == "node":
+            return causes
+        if cause.what == "network":
+            return causes if len(causes) == 1 else [cause]
+        cells = cells.filter(~touched(cause))
+    if len(causes) > 1:
+        # Each explains its part of what they explain together.
+        covered = 1 - float(cells["weight"].sum()) / total
+        causes = [replace(cause, covered=covered) for cause in causes]
+    return causes
+
+
+def touched(cause: Cause) -> pl.Expr:
+    """The cells that a cause explains."""
+    if cause.what == "node" and cause.src is not None:
+        return (pl.col("src_node") == cause.src[0]) | (pl.col("dst_node") == cause.src[0])
+    ends = [
+        pl.all_horizontal(
+            pl.col(name).eq_missing(pl.lit(value)) for name, value in zip(port, end, strict=True)
+        )
+        for port, end in ((SRC, cause.src), (DST, cause.dst))
+        if end is not None
+    ]
+    return pl.any_horizontal(ends) if cause.what == "nic" else pl.all_horizontal(ends)
+
+
+def _machine(cells: pl.DataFrame) -> Cause | None:
+    """The machine that the bad flows touch, over several of its NICs and at both ends, if one clearly is.
+
+    Only in rings: where a port sends to several peers, these have unequal parts in the operator.
+    """
+    bad = cells.filter(pl.col("weight") > 0)
+    if bad.group_by(SRC).agg(pl.struct(DST).n_unique().alias("peers"))["peers"].max() != 1:
+        return None
+    total = float(bad["weight"].sum())
+    ends = pl.concat(
+        [bad.select(pl.col(end).name.map(lambda name: name[4:]), "weight", *EDGE) for end in (SRC, DST)]
+    )
+    nodes = (
+        ends.group_by("node")
+        .agg(pl.col("weight").sum() / total, pl.col("nic").n_unique(), pl.len())
+        .sort("weight", "node", descending=[True, False])
+    )
+    if nodes.height < 3 or nodes["nic"][0] < 2 or nodes["len"][0] < MIN_TOUCHING:
+        return None
+    first, second = float(nodes["weight"][0]), float(nodes["weight"][1])
+    if first < TOUCHED or second > RUNNER_UP * first:
+        return None
+    port = (str(nodes["node"][0]), "")
+    crossing = near(cells, bad).filter(touched(Cause("node", port, port, first, second)))
+    out, into = (
+        float(bad.filter(pl.col(name) == port[0])["weight"].sum()) for name in ("src_node", "dst_node")
+    )
+    often = float((crossing["weight"] > 0).mean() or 0)  # type: ignore[arg-type]
+    if often < OFTEN or min(out, into) < BALANCED * max(out, into):
+        return None
+    return Cause("node", port, port, first, second)
+
+
+def _alone(cells: pl.DataFrame) -> Cause:
+    """The port or flow that is bad nearly whenever it flows though others are bad as well; "network" without one."""
+    bad = cells.filter(pl.col("weight") > 0)
+    here, total = near(cells, bad).with_columns(bad=pl.col("weight") > 0), float(bad["weight"].sum())
+    ends, covered, second = _best(here, "bad", EDGE, total)
+    port, of_port, next_port = _best(here, "bad", SRC, total)
+    if of_port > SEVERAL * covered and _share(here, SRC, port, "bad") >= CONSISTENT:
+        return Cause("egress", (port[0], port[1]), None, of_port, next_port)
+    if not covered or _share(here, EDGE, ends, "bad") < CONSISTENT:
+        return Cause("network", None, None, covered, second)
+    return Cause("link", (ends[0], ends[1]), (ends[2], ends[3]), covered, second)
 
 
 def _against(

@@ -1,109 +1,250 @@
-"""Late entrants: a process that takes longer than its peers from the end of one operator to its next call."""
+"""Late ranks: processes that take longer than their peers from the end of one operator to their part in the next."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.segment import PROCESS
 
-# A lag counts when it exceeds the peers' by this share of the time between operators and so many deviations.
-LATE_SHARE, DEVIATIONS = 0.1, 6.0
-# All lags together must cost this share of the time seen, and so many times what the next process costs.
-COST_SHARE, OVER_NEXT = 0.1, 3.0
-MIN_PERSISTENT, MIN_SPORADIC = 8, 3
-# Late in this share of comparable operators is persistent.
-PERSISTENT = 0.5
+# A lag counts when it exceeds the peers' by so many bins, by this much, and by this share of theirs.
+LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
+# All that one machine is late must cost this share of the time seen, so many times what the next machine costs (more
+# where ranks wait for each other in pairs, since lateness spreads), and be seen so often.
+COST_SHARE, OVER_NEXT, OVER_NEXT_IN_PAIRS = 0.03, 3.0, 5.0
+MIN_TIMES = 5
+# Clocks that are known to be so near to each other are as good as one.
+ONE_CLOCK_NS = 10_000
+# Of its lateness, what one process must have, against the next of its machine, to be the one.
+OVER_NEXT_RANK = 2.0
+# Of an operator's ranks, the share that may look as if they had ended before the late one came.
+EARLY_ENDS = 0.2
+# Of its excess, by how much the late rank may outlast the others: it should not at all.
+OUTLASTS = 0.5
+# Of its excess, what its receiver's call must be late for the rank to have waited for that.
+WAITS = 0.5
+# Lags that no operator bears out, as a share of all, above which the operators were not told apart well enough.
+MAX_UNFOUNDED = 0.5
+# Smaller operators are a few packets among others', and when they were is hardly known.
+LEAST_BYTES = 65_536
+# Two-sided calls: who waits for whom depends on the place in the pipeline.
+TWO_SIDED = ("Send", "Recv")
+# Operators in which each pair of ranks exchanges on its own, and a rank is done when its own pairs are.
+IN_PAIRS = ("Group", "AlltoAll")
 
 
-def find_late(aligned: pl.DataFrame) -> list[Finding]:
-    """The process whose own time between operators delays the others.
+def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame | None) -> list[Finding]:
+    """The machine that comes late to operators by its own doing, which delays all others, by `ranks` (lags).
 
-    A lag runs from the end of the process's previous operator to its call, on its own clock, and is compared
-    with the other ranks' at the same operator: waiting for somebody else is no part of it. Only operators before
-    which the process waited (call after that end) say anything; calls made ahead do not.
+    A rank's lag runs from the end of what its process did before to its first byte sent, on its own clock, and is
+    compared with the other ranks' in the same operator: waiting for somebody else is no part of it. Nobody can
+    end an operator before its last rank has come, so lags longer than the others' operator are no lags. Assumes
+    that ranks of one communicator have equal work: what is unequal by the job's own doing moves from rank to rank.
+    A rank may send by a neighbour's NIC and process, so that its GPU is named where `comms` and `channels` tell it.
+    """
+    window_ns = _window_ns(ranks)
+    if not window_ns:
+        return []
+    compared = excesses(ranks)
+    costs = _costs(compared)
+    worst = _stands_out(costs, window_ns)
+    if worst is None:
+        return []
+    finding = _finding(worst, costs, compared, window_ns)
+    return [finding if finding.rank is None else _of_gpu(finding, worst, comms, channels)]
+
+
+def _of_gpu(
+    finding: Finding, worst: dict[str, Any], comms: pl.DataFrame, channels: pl.DataFrame | None
+) -> Finding:
+    """`finding` with the GPU whose data the late process sends; without rank where that is not known."""
+    members = comms.filter(pl.col("comm_id") == worst["comm_id"], pl.col("node") == worst["node"])
+    members = members.unique("rank")
+    if members.height > 1 and channels is not None:
+        senders = channels.filter(
+            pl.col("comm_id") == worst["comm_id"], pl.col("ring_next") == worst["peer_rank"]
+        )
+        members = members.join(senders.select("rank").unique(), on="rank", how="semi")
+    if members.height != 1:
+        return replace(finding, rank=None, pid=None)
+    sender = members.row(0, named=True)
+    if sender["gpu"] is None:
+        return replace(finding, rank=sender["rank"], pid=sender["pid"])
+    return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
+
+
+def same_clock(nodes: pl.DataFrame) -> bool:
+    """Whether the clocks of all `nodes` are known to be as good as one."""
+    error_ns = nodes["clock_error_ns"]
+    return len(error_ns) > 0 and not error_ns.null_count() and int(error_ns.max()) <= ONE_CLOCK_NS  # type: ignore[arg-type]
+
+
+def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
+    """One row per process and operator: when it was ready (ready_ns), came (entry_ns), called and ended, and its lag.
+
+    entry_ns is the first byte it sent, null where it sent none. ready_ns is the end of all that the process did
+    before, or of its last operator on the communicator where other operators overlap with this one.
+    """
+    own = aligned.filter(
+        pl.col("level").is_in(["flow", "call"]),
+        pl.col("program_pos").is_not_null(),
+        pl.col("pid").is_not_null(),
+    )
+    ranks = (
+        own.group_by(*PROCESS, "program_pos")
+        .agg(
+            pl.col(
+                "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns"
+            ).first(),
+            pl.col("start_ns").filter(pl.col("direction") == "tx").min().alias("entry_ns"),
+            pl.col("peer_rank")
+            .filter(pl.col("direction") == "tx")
+            .sort_by(pl.col("start_ns").filter(pl.col("direction") == "tx"))
+            .first(),
+            pl.col("last_byte_ns").max().alias("end_ns"),
+            pl.col("bin_ns").max().fill_null(0),
+            (pl.col("direction") == "rx").any().alias("receives"),
+        )
+        .sort(*PROCESS, "program_pos")
+        # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and
+        # in a ring what the slowest still has to send is still to come for all.
+        .with_columns(
+            own_end_ns="end_ns",
+            end_ns=pl.when(pl.col("step").is_not_null() & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]))
+            .then(pl.col("end_ns").max().over(*([] if one_clock else ["node"]), "comm_id", "step"))
+            .otherwise("end_ns"),
+        )
+        .with_columns(
+            before_ns=pl.col("end_ns").cum_max().shift().over(PROCESS),
+            same_ns=pl.col("end_ns").cum_max().shift().over(*PROCESS, "comm_id"),
+        )
+    )
+    overlaps = pl.col("before_ns") > pl.col("entry_ns") + pl.col("bin_ns")
+    return ranks.with_columns(ready_ns=pl.when(overlaps).then("same_ns").otherwise("before_ns")).with_columns(
+        lag_ns=pl.col("entry_ns") - pl.col("ready_ns"),
+        span_ns=pl.col("own_end_ns") - pl.col("ready_ns"),
+        call_lag_ns=pl.col("call_ns") - pl.col("before_ns"),
+    )
+
+
+def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
+    """Adds to operators of several ranks by how much each lag exceeds the usual one of its operator (excess_ns).
+
+    `unfounded` where most others ended before it, which cannot be.
     """
     key = ["comm_id", "step"]
-    calls = (
-        aligned.filter(
-            pl.col("level").is_in(["flow", "call"]),
-            pl.col("step").is_not_null(),
-            pl.col("prev_end_ns").is_not_null(),
-        )
-        .group_by(*key, "node", "pid", "rank")
-        .agg(pl.col("call_ns", "prev_end_ns", "kind", "program_pos", "bin_ns").first())
-        .with_columns(lag_ns=pl.col("call_ns") - pl.col("prev_end_ns"))
-        .filter(pl.col("lag_ns") >= -pl.col("bin_ns").fill_null(0))
+    together = ranks.filter(
+        ~pl.col("kind").is_in(TWO_SIDED),
+        pl.col("step").is_not_null(),
+        pl.col("before_ns").is_not_null(),
+        pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES,
+    ).filter(pl.len().over(key) > 1)
+    # Where only what is sent is seen, the end of an exchange in pairs is not.
+    seen = pl.col("receives").any().over(key) | ~pl.col("kind").is_in(IN_PAIRS)
+    # In a Group a rank may have two partners and no more who must wait for it.
+    ends = (
+        pl.when(pl.col("kind") == "Group")
+        .then(pl.col("span_ns").sort(descending=True).slice(2, 1).first().over(key))
+        .otherwise(pl.col("span_ns").quantile(EARLY_ENDS, "lower").over(key))
+    ) + 2 * pl.col("bin_ns")
+    # Who comes late to a ring or a tree has less left to do: it ends with the others.
+    outlasts = pl.col("span_ns") - pl.col("span_ns").median().over(key)
+    alone = ~pl.col("kind").is_in(IN_PAIRS) & (outlasts > OUTLASTS * pl.col("excess_ns"))
+    together = together.with_columns(
+        usual_ns=_usual("lag_ns", key).clip(0),
+        late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns", key).clip(0),
+    ).with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
+    # Nobody can send before the receiver has called.
+    receivers = together.select(
+        *key, pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
     )
-    others = (pl.col("lag_ns").sum().over(key) - pl.col("lag_ns")) / (pl.len().over(key) - 1)
-    usual = pl.when(pl.len().over(key) > 2).then(pl.col("lag_ns").median().over(key)).otherwise(others)
-    calls = calls.filter(pl.len().over(key) > 1).with_columns(usual_ns=usual).sort(*key, "rank")
-    if calls.is_empty():
-        return []
-    calls = calls.with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
-    window_ns = int(calls.select(pl.col("call_ns").max() - pl.col("call_ns").min()).item())
-    period_ns = window_ns / max(1, calls.select(key).unique().height)
-    deviation = 1.4826 * float(calls.select(pl.col("excess_ns").abs().median()).item())
-    bin_ns = int(calls.select(pl.col("bin_ns").max()).item() or 0)
-    limit = max(LATE_SHARE * period_ns, DEVIATIONS * deviation, 3 * bin_ns)
-    late = pl.col("excess_ns") > limit
-    costs = (
-        calls.group_by("node", "pid")
+    together = together.join(receivers.unique([*key, "peer_rank"]), on=[*key, "peer_rank"], how="left")
+    waits = (pl.col("peer_late_ns") > WAITS * pl.col("excess_ns")) & (
+        pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
+    )
+    return together.with_columns(
+        unfounded=seen & ((pl.col("lag_ns") > ends) | alone).fill_null(True) | waits.fill_null(False)
+    )
+
+
+def _usual(lag: str, key: list[str]) -> pl.Expr:
+    """The median over an operator's ranks; of two, the smaller."""
+    return (
+        pl.when(pl.len().over(key) > 2)
+        .then(pl.col(lag).median().over(key))
+        .otherwise(pl.col(lag).min().over(key))
+    )
+
+
+def _window_ns(ranks: pl.DataFrame) -> int:
+    first, last = ranks["call_ns"].min(), ranks["end_ns"].max()
+    return int(last) - int(first) if isinstance(first, int) and isinstance(last, int) else 0
+
+
+def _costs(compared: pl.DataFrame) -> pl.DataFrame:
+    """Per process: `cost_ns` of all its lateness, how many `times`, when and where, most costly first."""
+    least = pl.max_horizontal(LATE_BINS * pl.col("bin_ns"), pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns"))
+    late = compared.filter(pl.col("excess_ns") > least)
+    founded = late.filter(~pl.col("unfounded"))
+    if float(founded["excess_ns"].sum()) < (1 - MAX_UNFOUNDED) * float(late["excess_ns"].sum()):
+        founded = founded.clear()
+    return (
+        founded.group_by(PROCESS)
         .agg(
-            pl.col("rank").first(),
-            pl.col("excess_ns").filter(late).sum().alias("cost_ns"),
-            late.sum().alias("times"),
-            pl.col("lag_ns").filter(late).median().alias("lag_ns"),
-            pl.col("usual_ns").filter(late).median().alias("usual_ns"),
-            pl.col("call_ns").filter(late).min().alias("first_ns"),
-            pl.col("call_ns").filter(late).max().alias("last_ns"),
-            pl.col("comm_id").filter(late).first().alias("comm_id"),
-            pl.col("kind").filter(late).first().alias("kind"),
+            pl.col("excess_ns").sum().alias("cost_ns"),
+            pl.len().alias("times"),
+            pl.col("excess_ns").median(),
+            pl.col("rank", "comm_id", "peer_rank").first(),
+            pl.col("kind").is_in(IN_PAIRS).mean().alias("pairs"),
+            pl.col("call_ns").min().alias("first_ns"),
+            pl.col("end_ns").max().alias("last_ns"),
         )
-        .sort("cost_ns", "node", "pid", descending=[True, False, False])
+        .sort("cost_ns", *PROCESS, descending=[True, False, False])
     )
+
+
+def _stands_out(costs: pl.DataFrame, window_ns: int) -> dict[str, Any] | None:
+    """The process of the machine that is late by far the most; None when lateness is rare, small or spread."""
+    if costs.is_empty() or costs["cost_ns"][0] > 1.05 * window_ns:
+        return None
     worst = costs.row(0, named=True)
-    next_cost = costs["cost_ns"][1] if costs.height > 1 else 0
-    if (
-        not worst["times"]
-        or worst["cost_ns"] < COST_SHARE * window_ns
-        or worst["cost_ns"] < OVER_NEXT * next_cost
-    ):
-        return []
-    mine = calls.filter(
-        pl.col("node") == worst["node"],
-        pl.col("pid") == worst["pid"],
-        pl.col("call_ns").is_between(worst["first_ns"], worst["last_ns"]),
+    others = costs.filter(pl.col("node") != worst["node"])
+    second = int(others["cost_ns"].max() or 0)  # type: ignore[arg-type]
+    over = OVER_NEXT_IN_PAIRS if worst["pairs"] > 0 else OVER_NEXT
+    enough = worst["cost_ns"] >= COST_SHARE * window_ns and worst["cost_ns"] >= over * second
+    return worst if enough and worst["times"] >= MIN_TIMES else None
+
+
+def _finding(worst: dict[str, Any], costs: pl.DataFrame, compared: pl.DataFrame, window_ns: int) -> Finding:
+    here = costs.filter(pl.col("node") == worst["node"], pl.col("pid") != worst["pid"])
+    next_rank = int(here["cost_ns"].max() or 0)  # type: ignore[arg-type]
+    one = worst["cost_ns"] >= OVER_NEXT_RANK * next_rank
+    others = costs.filter(pl.col("node") != worst["node"])
+    second = int(others["cost_ns"].max() or 0)  # type: ignore[arg-type]
+    who = f"Rank {worst['rank']}" if one else f"{worst['node']}"
+    text = (
+        f"{who} enters operators {worst['excess_ns'] / 1e6:.2f} ms later than its peers after its previous one ended "
+        f"({worst['times']} times, {worst['cost_ns'] / 1e6:.1f} ms in all; on the next machine {second / 1e6:.1f} ms); "
+        "all others wait for it."
     )
-    # A job computes only before some of its operators: those at which lateness recurs are comparable.
-    share = worst["times"] / max(1, mine.filter(pl.col("usual_ns") >= 0.5 * worst["usual_ns"]).height)
-    persistent = share >= PERSISTENT and worst["times"] >= MIN_PERSISTENT
-    if not persistent and worst["times"] < MIN_SPORADIC:
-        return []
-    lag_ms, usual_ms = worst["lag_ns"] / 1e6, worst["usual_ns"] / 1e6
-    how = "at nearly every step" if persistent else "now and then"
-    evidence = Evidence(
-        "start_lag_ns",
-        float(worst["lag_ns"]),
-        float(worst["usual_ns"]),
-        int(worst["times"]),
-        f"Rank {worst['rank']} calls its next operator {lag_ms:.1f} ms after the previous one ended, its peers "
-        f"after {usual_ms:.1f} ms, {how} ({worst['times']} times); all others wait for it.",
+    margin = min(1.0, worst["cost_ns"] / max(1.0, 10.0 * second))
+    return Finding(
+        kind="gpu-slow",
+        cause="compute",
+        scope="node",
+        confidence=round(min(0.95, 0.6 + 0.2 * margin + 0.15 * min(1.0, worst["times"] / 10)), 3),
+        slowdown=round(window_ns / max(1, window_ns - worst["cost_ns"]), 3),
+        first_ns=int(worst["first_ns"]),
+        last_ns=int(worst["last_ns"]),
+        lost_ns=int(worst["cost_ns"]),
+        evidence=[Evidence("start_lag_ns", float(worst["excess_ns"]), 0.0, int(worst["times"]), text)],
+        node=worst["node"],
+        rank=worst["rank"] if one else None,
+        pid=worst["pid"] if one else None,
+        comm_id=worst["comm_id"],
+        victims=[node for node in compared["node"].unique().sort() if node != worst["node"]],
+        next_check=f"on {worst['node']}: nvidia-smi -q -d PERFORMANCE,CLOCK,PIDS; py-spy dump --pid {worst['pid']}",
     )
-    return [
-        Finding(
-            kind="unknown" if persistent else "host-pause",
-            cause="compute" if persistent else "host",
-            scope="node",
-            confidence=round(min(0.9, 0.5 + 0.4 * worst["cost_ns"] / (0.3 * window_ns)), 3),
-            slowdown=round(window_ns / (window_ns - worst["cost_ns"]), 3),
-            first_ns=int(worst["first_ns"]),
-            last_ns=int(worst["last_ns"]),
-            lost_ns=int(worst["cost_ns"]),
-            evidence=[evidence],
-            node=worst["node"],
-            rank=worst["rank"],
-            pid=worst["pid"],
-            comm_id=worst["comm_id"],
-            next_check=f"on {worst['node']}: py-spy dump --pid {worst['pid']}; nvidia-smi -q -d PERFORMANCE,CLOCK; top",
-        )
-    ]

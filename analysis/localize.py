@@ -11,11 +11,14 @@ import polars as pl
 from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.groups import find_groups
+from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
-from pulse_bpf.analysis.late import find_late
+from pulse_bpf.analysis.late import find_late, lags, same_clock
 from pulse_bpf.analysis.loss import find_loss
-from pulse_bpf.analysis.signals import find_signals
+from pulse_bpf.analysis.marked import find_marked
+from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.analysis.stops import find_stops
 
 # Fewer finished operators per communicator than this are no ground for "healthy".
@@ -44,26 +47,30 @@ def localize(
     coverage = _coverage(operators, flows, tables, damaged)
     stops = find_stops(aligned, tables, window[1])
     signals = find_signals(aligned, flows, tables)
-    # A port that was down explains that a job stands still, and which rank waits for what tells nothing more.
-    down = any(item.kind == "nic-down" for item in signals)
-    found = [*(item for item in stops.findings if item.kind != "hang" or not down), *signals]
-    also: list[str] = []
+    # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
+    port = any(item.scope == "nic" for item in signals)
+    found = [*(item for item in stops.findings if item.kind != "hang" or not port), *signals]
+    unexplained: list[str] = []
     # What a port says of itself explains what is slow and late around it.
     if not signals:
         found += find_loss(aligned, tables["events"], flows)
-        slow, unexplained = find_slow(aligned)
-        # A lossy flow is slow too: the effect is no second finding.
-        found += [finding for finding in slow if not any(_touches(earlier, finding) for earlier in found)]
-    else:
-        unexplained = []
-    for finding in [] if signals else find_late(aligned):
-        # Acknowledgements queue behind data, so the neighbours of a slow or lossy port finish late as well.
-        if found or unexplained:
-            also.append(
-                f"{finding.node} calls late as well, which may be an effect: look again when the rest is mended"
+        if not found:
+            asked = marks(tables["port_counters"])
+            slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
+            one_clock = same_clock(tables["nodes"])
+            ranks = lags(aligned, one_clock)
+            lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
+            hosts, late = (
+                find_hosts(ranks, one_clock, int(lost.sum())),
+                find_late(ranks, tables["comms"], tables.get("channels")),
             )
-        else:
-            found.append(finding)
+            # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
+            if hosts or (late and int(late[0].lost_ns or 0) >= lost_ns):
+                slow, unexplained = [], []
+            found = hosts or (slow if slow or unexplained else late)
+            found = found or find_marked(aligned, flows, asked, tables["events"])
+            if not found and not unexplained and one_clock:
+                found = find_stalls(aligned)
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
         found = [
@@ -73,7 +80,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*also, *([] if down else stops.undecided), *unexplained, *_missing(aligned, coverage)]
+    missing = [*([] if port else stops.undecided), *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -89,12 +96,6 @@ def localize(
     iteration = find_iteration(calls, operators)
     groups = find_groups(calls, operators, tables["comms"], iteration)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
-
-
-def _touches(one: Finding, other: Finding) -> bool:
-    """Whether two findings name a node in common."""
-    first, second = ({*(item.nodes or ()), item.node, item.peer_node} for item in (one, other))
-    return any(name is not None for name in first & second)
 
 
 def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:

@@ -67,6 +67,14 @@ def find_signals(
     return found
 
 
+def marks(counters: pl.DataFrame) -> pl.DataFrame | None:
+    """How often each node and nic was asked to slow down (`marks`); None where no port counts it."""
+    since = readings(counters) if not counters.is_empty() else counters
+    if "rp_cnp_handled" not in since.columns:
+        return None
+    return since.group_by("node", "nic").agg(pl.col("rp_cnp_handled").sum().alias("marks"))
+
+
 def _downs(events: pl.DataFrame) -> list[Finding]:
     ports = (
         events.filter(pl.col("kind").is_in(["port_down", "port_up"]))
@@ -292,6 +300,10 @@ def _sent_to(aligned: pl.DataFrame, flows: pl.DataFrame, comms: pl.DataFrame) ->
         .agg(pl.col("bytes").sum())
     )
     sent = mine.filter(pl.col("direction") == "tx")
+    absent = comms.group_by("comm_id").agg(pl.col("nranks").max() > pl.col("rank").n_unique())["nranks"].any()
+    if received.is_empty() and absent:
+        # What is sent by ranks that were not recorded is unknown.
+        return received.rename({"bytes": "own"})
     to = sent.group_by(pl.col("peer_node").alias("node"), pl.col("peer_nic").alias("nic"))
     return (
         received.join(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import polars as pl
 
-from pulse_bpf.analysis.cover import DST, EDGE, SRC, Cause, cover
+from pulse_bpf.analysis.cover import DST, EDGE, SRC, Cause, explain, touched
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Slower than its peers by this factor at least, and by this many robust deviations of all flows.
@@ -12,27 +15,115 @@ SLOW_RATIO, DEVIATIONS = 0.75, 5.0
 # From this ratio of median bins on, a flow that looks slow over windows is starved. Bins that hold few packets
 # take few values, so it is nearer to 1.
 STARVED_RATIO = 0.9
+# What is slow by itself is steady: its median bin is near its fastest ones, at least so near as with the steadiest
+# slow port of the operator. What is starved now and then sends faster than the slow one.
+STEADY_SHARE = 0.97
+# Bins of an operator without which its rate is not judged.
+MIN_BINS = 5
+# Of the bytes of an operator's largest flow, those without which a flow carries no data.
+LEAST_PART = 0.02
 # Operators whose median makes one value, and how many such values a flow must be slow in.
 SMOOTHED, MIN_OPERATORS = 5, 5
+# Of an operator's time, what the flow that holds it up is busy for at least.
+MIN_BUSY = 0.6
+# Of the slowness of the slowest marked flow, what others have at least that share its queue.
+PART = 0.2
+# Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
+MIN_MARKS, OVER_OTHERS = 8, 3.0
 OPERATOR = ["comm_id", "kind", "step"]
 
 
-def find_slow(aligned: pl.DataFrame) -> tuple[list[Finding], list[str]]:
-    """The slow component in the operators, and what stands in the way of naming one.
+def find_slow(
+    aligned: pl.DataFrame, flows: pl.DataFrame, marks: pl.DataFrame | None
+) -> tuple[list[Finding], list[str], int]:
+    """The slow components in the operators, what stands in the way of naming them, and the time lost by slow flows.
 
     The average rate of a ring is the same everywhere; the rate while sending is not. Each flow is compared
     with the others of the same operator, at both of its ends. Assumes that the flows of one operator have equal
-    rights, which a communicator over unequal NICs does not give.
+    rights, which a communicator over unequal NICs does not give. `flows` are the owners of the queue pairs;
+    `marks` has how often each node and nic was asked to slow down (`marks`), None where nobody counted: a queue
+    in the network that fills marks what passes, so that what is slow without it is slow at its sender.
     """
     cells = rate_cells(aligned)
-    cause = cover(cells)
-    if cause is None:
-        return [], []
     bad = cells.filter(pl.col("weight") > 0)
-    if cause.what == "network":
+    if marks is not None:
+        marked = bad.join(hot(marks), left_on=SRC, right_on=["node", "nic"], how="semi")
+        if marked.select("comm_id", "step").unique().height >= MIN_OPERATORS:
+            # Who waits for a marked flow is slow at times, and not marked.
+            return [_network(cells, marked, flows)], [], _lost_ns(bad)
+    causes = explain(cells)
+    if any(cause.what == "network" for cause in causes):
         text = f"{bad.select(EDGE).unique().height} flows were slow now and then, and no one component explains them"
-        return [], [text]
-    return [_finding(cells, bad, cause)], []
+        return [], [text], _lost_ns(bad)
+    found, why = [], list[str]()
+    for cause in [part for whole in causes for part in _parts(whole, bad, marks)]:
+        own = bad.filter(touched(cause))
+        busy = _busy(own.filter(pl.col("at_src") | pl.col("at_dst")), _side(bad, cause))
+        unmarked = _unmarked(own, marks)
+        if busy is not None and busy < MIN_BUSY and cause.what != "node":
+            # What is slow holds all up, and is never idle meanwhile.
+            why.append(f"a slow flow from {own['src_node'][0]} was idle for much of the time")
+        elif cause.what == "link" and marks is not None and not (unmarked and own["at_src"].any()):
+            why.append(f"a flow from {own['src_node'][0]} is slow, and neither its sender nor the network is")
+        elif cause.what == "node" or (unmarked and cause.what == "ingress"):
+            found.append(_of_machine(_finding(cells, own, cause)))
+        elif unmarked and cause.what == "link":
+            found.append(_finding(cells, own, replace(cause, what="egress", dst=None)))
+        else:
+            found.append(_finding(cells, own, cause))
+    return found, why, _lost_ns(bad)
+
+
+def _parts(cause: Cause, bad: pl.DataFrame, marks: pl.DataFrame | None) -> list[Cause]:
+    """`cause`, or the senders to which it comes down: what a NIC receives slowly and unmarked is slow at its sender."""
+    own = bad.filter(touched(cause))
+    if cause.what != "nic" or not _unmarked(own, marks):
+        return [cause]
+    senders = (
+        own.group_by(SRC)
+        .agg(pl.col("weight").sum())
+        .filter(pl.col("weight") >= PART * pl.col("weight").max())
+    )
+    return [
+        replace(cause, what="egress", src=(node, nic), dst=None)
+        for node, nic in senders.select(SRC).sort(SRC).rows()
+    ]
+
+
+def hot(marks: pl.DataFrame) -> pl.DataFrame:
+    """The ports that were asked to slow down far more often than most."""
+    usual = float(marks["marks"].quantile(0.75) or 0.0)
+    return marks.filter(pl.col("marks") >= MIN_MARKS + OVER_OTHERS * usual)
+
+
+def _unmarked(own: pl.DataFrame, marks: pl.DataFrame | None) -> bool:
+    """Whether it is known that the senders of these flows were hardly asked to slow down."""
+    if marks is None:
+        return False
+    senders = own.select(node="src_node", nic="src_nic").unique()
+    counted = senders.join(marks, on=["node", "nic"])["marks"]
+    return len(counted) == senders.height and bool((counted < MIN_MARKS).all())
+
+
+def _lost_ns(bad: pl.DataFrame) -> int:
+    """By how much slow flows lengthened their operators, each counted once."""
+    span = pl.max_horizontal("tx_span_ns", "rx_span_ns").fill_null(0)
+    lost = span * (1 - (-pl.col("weight")).exp())
+    return int(bad.select(*OPERATOR, lost=lost).group_by(OPERATOR).agg(pl.col("lost").max())["lost"].sum())
+
+
+def _marked(cause: Cause, bad: pl.DataFrame, marks: pl.DataFrame | None) -> bool | None:
+    """Whether senders of the slow flows were asked to slow down, far more than others; None where it is unknown."""
+    if marks is None:
+        return None
+    senders = bad.filter(touched(cause)).select(node="src_node", nic="src_nic").unique()
+    counted = senders.join(marks, on=["node", "nic"])["marks"]
+    if len(counted) < senders.height:
+        return None
+    others = float(marks.join(senders, on=["node", "nic"], how="anti")["marks"].quantile(0.75) or 0.0)
+    if float(counted.max() or 0) >= MIN_MARKS + OVER_OTHERS * others:  # type: ignore[arg-type]
+        return True
+    return False if float(counted.max() or 0) < MIN_MARKS else None  # type: ignore[arg-type]
 
 
 def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
@@ -44,9 +135,7 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
     those that share its sender and with those that share its receiver, the better of both; null where nothing
     shares them.
     """
-    flows = aligned.filter(
-        pl.col("level") == "flow", pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null()
-    )
+    flows = _measured(aligned).filter(pl.col("level") == "flow")
     ends = [
         flows.filter(pl.col("direction") == way).select(
             *OPERATOR,
@@ -110,13 +199,24 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
     return cells.with_columns(weight=(-worst.log()).fill_null(0.0)).sort(key)
 
 
+def _measured(aligned: pl.DataFrame) -> pl.DataFrame:
+    """The rows whose operators are long enough to judge a rate, which is their median bin's where bins are wide."""
+    bins = (pl.col("last_byte_ns") - pl.col("start_ns")) / pl.col("bin_ns")
+    # Of a source that sees only what is sent, credits and acknowledgements are rows as well.
+    data = pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(*OPERATOR, "direction")
+    rows = aligned.filter(pl.col("step").is_not_null(), data).with_columns(
+        burst_gbps=pl.coalesce("burst_gbps", pl.when(bins >= MIN_BINS).then("wmed_gbps"))
+    )
+    return rows.filter(pl.col("burst_gbps").is_not_null())
+
+
 def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
     """Per operator, port and direction: gbps, reference, ratio, span_ns, bytes, and whether it is slow.
 
     A port that receives as fast as others can send is not slow, however much faster several senders together
     reach somebody else.
     """
-    rows = aligned.filter(pl.col("step").is_not_null(), pl.col("burst_gbps").is_not_null())
+    rows = _measured(aligned)
     summed = rows.filter(pl.col("level") == "nic")
     port = ["node", "nic", "direction"]
     single = rows.filter(pl.col("level") == "flow").join(
@@ -126,7 +226,7 @@ def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
         pl.concat([summed, single])
         .with_columns(span_ns=pl.col("last_byte_ns") - pl.col("start_ns"))
         .group_by(*OPERATOR, *port)
-        .agg(pl.col("burst_gbps", "wmed_gbps", "bytes").sum(), pl.col("span_ns").max())
+        .agg(pl.col("burst_gbps", "wmed_gbps", "p95_gbps", "bytes").sum(), pl.col("span_ns").max())
     )
     for rate in ("burst_gbps", "wmed_gbps"):
         sent = pl.col(rate).filter(pl.col("direction") == "tx").quantile(0.75).over(OPERATOR)
@@ -136,8 +236,13 @@ def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
         rates = rates.with_columns(reference.alias(f"{rate}_reference"))
         ratio = pl.col(rate) / pl.col(f"{rate}_reference")
         rates = rates.with_columns(_smooth(ratio, port).alias(f"{rate}_ratio"))
-    # The median bin must be slow too: what bursts at full speed inside a window is starved, not slow.
-    slow = _slow("burst_gbps_ratio", port) & (pl.col("wmed_gbps_ratio") < STARVED_RATIO)
+    rates = rates.with_columns(
+        steady=_smooth(pl.col("wmed_gbps") / pl.max_horizontal("p95_gbps", "wmed_gbps"), port),
+        # The median bin must be slow too: what bursts at full speed inside a window is starved, not slow.
+        candidate=_slow("burst_gbps_ratio", port) & (pl.col("wmed_gbps_ratio") < STARVED_RATIO),
+    )
+    steadiest = pl.col("steady").filter("candidate").max().over(*OPERATOR, "direction")
+    slow = pl.col("candidate") & (pl.col("steady") >= STEADY_SHARE * steadiest)
     return rates.select(
         *OPERATOR,
         *port,
@@ -177,7 +282,7 @@ def _slow(ratio: str, which: list[str]) -> pl.Expr:
 
 
 def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
-    sided = "rx" if cause.what == "ingress" or bad["at_src"].sum() == 0 else "tx"
+    sided = _side(bad, cause)
     ratio = float(bad.select((-pl.col("weight").median()).exp()).item())
     rate = _median(bad["flow_gbps"] if cause.what == "link" else bad[f"{sided}_gbps"])
     reference = rate / ratio
@@ -191,6 +296,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         "egress": f"what {src[1]} of {src[0]} sends",
         "ingress": f"what {dst[1]} of {dst[0]} receives",
         "nic": f"what {src[1]} of {src[0]} sends and receives",
+        "node": f"what {src[0]} sends and receives",
         "link": f"what {src[0]} sends to {dst[0]}",
     }[cause.what]
     busy, others_busy = _busy(bad, sided), _busy(good, sided)
@@ -245,6 +351,52 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         next_check=f"on {node}: tc -s qdisc show dev NETDEV; ethtool NETDEV; ethtool -S NETDEV"
         if not link
         else f"ib_write_bw between {src[0]} and {dst[0]} in both directions, then each with a third node",
+    )
+
+
+def _side(bad: pl.DataFrame, cause: Cause) -> str:
+    """At which end what the cause touches was seen to be slow."""
+    return "rx" if cause.what == "ingress" or bad.filter(touched(cause))["at_src"].sum() == 0 else "tx"
+
+
+def _of_machine(finding: Finding) -> Finding:
+    """`finding` for the machine: what several of its NICs send and receive, or one takes without a queue, is slow."""
+    return replace(
+        finding,
+        kind="intra-node-slow",
+        cause="intra-node",
+        scope="node",
+        nic=None,
+        next_check=f"on {finding.node}: nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi nvlink -s; nvidia-smi topo -m",
+    )
+
+
+def _network(cells: pl.DataFrame, bad: pl.DataFrame, flows: pl.DataFrame) -> Finding:
+    """Flows that the network itself slows down, at a port between switches that they share with others."""
+    weights = bad.group_by(EDGE).agg(pl.col("weight").sum())
+    edges = weights.filter(pl.col("weight") >= PART * pl.col("weight").max()).sort(EDGE).select(EDGE)
+    first = edges.row(0)
+    shown = _finding(cells, bad, Cause("link", (first[0], first[1]), (first[2], first[3]), 0.9, 0.0))
+    ports = edges.rename(dict(zip(EDGE, ("node", "nic", "peer_node", "peer_nic"), strict=True)))
+    pairs = flows.join(ports, on=["node", "nic", "peer_node", "peer_nic"], how="semi").sort(
+        "node", "nic", "qpn"
+    )
+    named: list[dict[str, Any]] = pairs.select("node", "nic", "qpn", "peer_node", "peer_nic").to_dicts()
+    names = "; ".join(f"{a} {b} to {c} {d}" for a, b, c, d in edges.head(4).iter_rows())
+    text = f"The network asked the senders of these flows to slow down, and no port of a machine is full: {names}."
+    return replace(
+        shown,
+        kind="path-collision" if edges.height > 1 else "congestion",
+        cause="network",
+        scope="network",
+        evidence=[*shown.evidence, Evidence("marked_flows", float(edges.height), None, bad.height, text)],
+        node=None,
+        nic=None,
+        peer_node=None,
+        peer_nic=None,
+        nodes=None,
+        flows=named,
+        next_check="the switches' counters of marked packets on the uplinks of these paths",
     )
 
 

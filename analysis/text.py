@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 from pulse_bpf.analysis.findings import Finding, Findings
+from pulse_bpf.errors import UsageError
 
 WIDTH = 96
 
 
-def render(findings: Findings) -> str:
-    """Plain text, no line over 99 columns."""
+def render(findings: Findings, most: int | None = None) -> str:
+    """Plain text, no line over 99 columns, with the `most` probable findings, None: all."""
     first_ns, last_ns = findings.window_ns
     seconds = (last_ns - first_ns) / 1e9
     coverage = findings.coverage
@@ -25,8 +26,10 @@ def render(findings: Findings) -> str:
             f"Nothing slow, late, lossy or stuck in {coverage['operators']} operators over {seconds:.1f} s.",
             "",
         )
-    for number, finding in enumerate(findings.findings, 1):
+    for number, finding in enumerate(findings.findings[:most], 1):
         lines += _finding(number, finding)
+    if most is not None and len(findings.findings) > most:
+        lines += [f"{len(findings.findings) - most} further findings are less probable.", ""]
     if findings.missing:
         lines.append("Why it is undecided:" if findings.verdict == "undecided" else "Also:")
         lines += [line for text in findings.missing for line in _wrapped(text, "  - ")]
@@ -43,6 +46,28 @@ def render(findings: Findings) -> str:
     )
     lines += [line for part in coverage["damaged_parts"] for line in _wrapped(f"damaged: {part}", "  ")]
     return "\n".join(lines)
+
+
+def explain(findings: Findings, name: str) -> str:
+    """All that the finding `name` ("F1" is the most probable) rests on; UsageError when there is none of that name."""
+    names = [f"F{number}" for number in range(1, len(findings.findings) + 1)]
+    if name not in names:
+        raise UsageError(f"there is no finding {name}", f"there are {', '.join(names) or 'none'}")
+    number = names.index(name)
+    finding = findings.findings[number]
+    lines = _finding(number + 1, finding)
+    lines += ["What was measured, beside what it is compared with:"]
+    for evidence in finding.evidence:
+        beside = "" if evidence.reference is None else f" ({evidence.reference:,.4g})"
+        over = f" in {evidence.operators} operators" if evidence.operators else ""
+        lines += _wrapped(f"{evidence.metric}: {evidence.value:,.4g}{beside}{over}", "   ")
+    if finding.flows:
+        lines += ["", f"{len(finding.flows)} queue pairs:"]
+        lines += [
+            f"   {flow['node']} {flow['nic']} {flow['qpn']} to {flow['peer_node']} {flow['peer_nic']}"
+            for flow in finding.flows
+        ]
+    return "\n".join([*lines, ""])
 
 
 def _job(findings: Findings) -> list[str]:
@@ -75,6 +100,8 @@ def _finding(number: int, finding: Finding) -> list[str]:
     table.add_row("confidence", f"{finding.confidence:.0%}")
     if finding.slowdown > 1:
         table.add_row("slower by", f"{finding.slowdown:.2f}x")
+    if finding.lost_ns:
+        table.add_row("time lost", f"{finding.lost_ns / 1e6:.1f} ms")
     table.add_row("seen", f"from {start} for {(finding.last_ns - finding.first_ns) / 1e9:.1f} s")
     if finding.victims:
         more = "" if len(finding.victims) <= 10 else f" and {len(finding.victims) - 10} more"
@@ -94,8 +121,12 @@ def suspect(finding: Finding) -> str:
         return f"The link from {finding.node} to {finding.peer_node} ({finding.kind})"
     if finding.scope == "nic":
         return f"NIC {finding.nic} of node {finding.node} ({finding.kind})"
-    if finding.scope in ("node", "gpu"):
-        rank = "" if finding.rank is None else f", rank {finding.rank}"
+    rank = "" if finding.rank is None else f", rank {finding.rank}"
+    if finding.scope == "gpu":
+        return f"GPU {finding.gpu} of node {finding.node}{rank} ({finding.kind}, cause: {finding.cause})"
+    if finding.scope == "group":
+        return f"One of {', '.join(finding.nodes or ())} ({finding.kind}, cause: {finding.cause})"
+    if finding.scope == "node":
         return f"Node {finding.node}{rank} ({finding.kind}, cause: {finding.cause})"
     return f"No machine: {finding.scope} ({finding.kind})"
 

@@ -107,6 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
     analyze.add_argument("recordings", type=Path, nargs="+", metavar="DIR", help="recordings, read as one")
     analyze.add_argument("--json", action="store_true", help="the findings as JSON")
+    analyze.add_argument("--top", type=_at_least_one, metavar="N", help="only the N most probable findings")
+    analyze.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
     analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
     analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
     analyze.set_defaults(func=_analyze)
@@ -205,17 +207,27 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     return Selection(pids, arguments.all, arguments.job, arguments.container)
 
 
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
 def _analyze(arguments: argparse.Namespace) -> int:
     from polars.exceptions import PolarsError
 
     from pulse_bpf import analysis
     from pulse_bpf.analysis.load import load
-    from pulse_bpf.analysis.text import render
+    from pulse_bpf.analysis.text import explain, render
 
     recording = load(arguments.recordings)
     operators, flows = analysis.measure(recording)
     findings = analysis.conclude(recording, operators, flows)
-    write(findings.to_json() if arguments.json else render(findings))
+    if arguments.explain:
+        write(explain(findings, arguments.explain))
+    else:
+        write(findings.to_json() if arguments.json else render(findings, arguments.top))
     if arguments.operators:
         try:
             operators.write_parquet(arguments.operators)

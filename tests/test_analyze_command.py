@@ -14,7 +14,7 @@ import pytest
 import recordings
 from recordings import Fault
 
-from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL
+from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE
 
 PULSE = [sys.executable, "-m", "pulse_bpf", "analyze"]
 
@@ -46,6 +46,21 @@ def test_a_healthy_recording(healthy: Path) -> None:
 def test_json_is_the_findings_contract(healthy: Path) -> None:
     found = json.loads(_analyze(healthy, "--json").stdout)
     assert (found["format"], found["version"], found["verdict"]) == ("pulse-findings", 1, "healthy")
+
+
+def test_a_finding_is_explained_with_what_was_measured(tmp_path: Path) -> None:
+    slow = recordings.write(
+        tmp_path / "rec", recordings.tables(recordings.run(fault=Fault("egress", 1, 1.0)))
+    )
+    explained = _analyze(slow, "--explain", "F1")
+    assert explained.returncode == OK
+    assert explained.stdout.startswith("1. NIC rxe0 of node node1")
+    assert "burst_gbps: " in explained.stdout
+    missing = _analyze(slow, "--explain", "F2")
+    assert missing.returncode == USAGE
+    assert "there are F1" in missing.stderr
+    assert _analyze(slow, "--top", "1").stdout.startswith("Verdict: ANOMALY")
+    assert _analyze(slow, "--top", "0").returncode == USAGE
 
 
 def test_operators_are_written_as_parquet(healthy: Path, tmp_path: Path) -> None:

@@ -31,7 +31,10 @@ def readings(**wrong: int) -> dict[str, pl.DataFrame]:
     return {
         "port_counters": pl.DataFrame(rows, schema=PORT_COUNTERS),
         "events": pl.DataFrame(schema=EVENTS),
-        "comms": pl.DataFrame({"node": NODES, "pid": [1, 2, 3], "comm_id": "00-3"}, schema_overrides=COMMS),
+        "comms": pl.DataFrame(
+            {"node": NODES, "pid": [1, 2, 3], "comm_id": "00-3", "rank": [0, 1, 2], "nranks": 3},
+            schema_overrides=COMMS,
+        ),
         "nics": pl.DataFrame(
             {"node": NODES, "nic": "mlx5_0", "port": 1, "link_gbps": 400.0}, schema_overrides=NICS
         ),

@@ -1,0 +1,135 @@
+"""Hosts that come late with their calls: a process that stops now and then, or waits for its CPUs or for memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.segment import PROCESS
+
+# A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
+LATE_NS, LATE_SHARE = 1_000_000, 0.5
+# So many late calls say something, or one so long and so many times what is usual there; all of them together are at
+# most this share of the time.
+MIN_TIMES, PAUSE_NS, MOST_OF_TIME = 3, 8_000_000, 0.7
+# How many times what is usual there a single late call must be: where clocks tell that it was on time before, and else.
+SINGLE, SINGLE_BLIND = 0.7, 3.0
+# What another machine's late calls may cost at most, beside those of the one that is named.
+OTHERS = 0.2
+# Late in more of its calls than this, it may as well wait for its GPU.
+SPORADIC = 0.3
+# From this length on a late call is a pause and no wait for a CPU, whose slices are shorter.
+LONG_NS = 12_000_000
+# So far a host falls behind the others, and no further, as long as they do not all wait for it.
+IN_STEP_NS = 30_000_000
+KEY = ["comm_id", "step"]
+
+
+def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]:
+    """The machine whose processes call late, by `ranks` (late.lags), now and then.
+
+    The time from one call of a process to its next is compared with that of the other ranks at the same operator, each
+    on its own clock. All ranks wait for a late one sooner or later, but at another call. Calls that were `lost`
+    look like waits: then nothing is said.
+    """
+    if lost:
+        return []
+    calls = _gaps(ranks, one_clock)
+    late = calls.filter(
+        pl.col("excess_ns") > pl.max_horizontal(pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns")),
+        pl.col("in_step"),
+    )
+    single = SINGLE if one_clock else SINGLE_BLIND
+    costs = (
+        late.group_by(PROCESS)
+        .agg(
+            pl.col("excess_ns").sum().alias("cost_ns"),
+            pl.len().alias("times"),
+            pl.col("excess_ns").max().alias("longest_ns"),
+            pl.col("excess_ns")
+            .filter(pl.col("excess_ns") > single * pl.col("usual_ns"))
+            .max()
+            .alias("pause_ns"),
+            pl.col("excess_ns").median().alias("median_ns"),
+            pl.col("call_ns").min().alias("first_ns"),
+            pl.col("call_ns").max().alias("last_ns"),
+            pl.col("rank", "comm_id").first(),
+        )
+        .join(calls.group_by(PROCESS).agg(pl.len().alias("calls")), on=PROCESS)
+        .sort("cost_ns", *PROCESS, descending=[True, False, False])
+    )
+    if costs.is_empty():
+        return []
+    worst = costs.row(0, named=True)
+    window_ns = int(calls.select(pl.col("call_ns").max() - pl.col("call_ns").min()).item())
+    elsewhere = float(costs.filter(pl.col("node") != worst["node"])["cost_ns"].max() or 0)  # type: ignore[arg-type]
+    if (
+        (worst["times"] < MIN_TIMES and (worst["pause_ns"] or 0) < PAUSE_NS)
+        or worst["cost_ns"] > MOST_OF_TIME * window_ns
+        or elsewhere > OTHERS * worst["cost_ns"]
+        or worst["times"] > max(MIN_TIMES, SPORADIC * worst["calls"])
+    ):
+        return []
+    return [_finding(worst, costs, calls, window_ns)]
+
+
+def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
+    """Per call of an operator of several ranks: the time since the process's call before, and by how much it exceeds.
+
+    `in_step`: the call before came at about the same time on all ranks, as far as clocks tell; a rank whose calls
+    were matched with the wrong ones of the others is never in step.
+    """
+    calls = (
+        ranks.sort(*PROCESS, "program_pos")
+        .with_columns(
+            before_call_ns=pl.col("call_ns").shift().over(PROCESS),
+            follows=pl.col("program_pos").cast(pl.Int64).diff().over(PROCESS) == 1,
+        )
+        .filter("follows", pl.col("step").is_not_null(), ~pl.col("kind").is_in(["Send", "Recv"]))
+        .with_columns(gap_ns=pl.col("call_ns") - pl.col("before_call_ns"))
+        .filter(pl.len().over(KEY) > 1)
+    )
+    several = pl.len().over(KEY) > 2
+    usual = (
+        pl.when(several).then(pl.col("gap_ns").median().over(KEY)).otherwise(pl.col("gap_ns").min().over(KEY))
+    )
+    apart = (pl.col("before_call_ns") - pl.col("before_call_ns").median().over(KEY)).abs()
+    return calls.with_columns(usual_ns=usual).with_columns(
+        excess_ns=pl.col("gap_ns") - pl.col("usual_ns"),
+        in_step=(apart < pl.max_horizontal(0.5 * (pl.col("gap_ns") - pl.col("usual_ns")), pl.lit(IN_STEP_NS)))
+        if one_clock
+        else pl.lit(True),
+    )
+
+
+def _finding(worst: dict[str, Any], costs: pl.DataFrame, calls: pl.DataFrame, window_ns: int) -> Finding:
+    here = costs.filter(pl.col("node") == worst["node"])
+    one = here.height == 1 or worst["cost_ns"] >= 2 * float(here["cost_ns"][1])
+    pause = worst["median_ns"] >= LONG_NS
+    who = (
+        f"Rank {worst['rank']} of {worst['node']}" if one else f"{worst['node']} with {here.height} processes"
+    )
+    text = (
+        f"{who} calls {worst['times']} of {worst['calls']} operators late, by {worst['median_ns'] / 1e6:.1f} ms and "
+        f"up to {worst['longest_ns'] / 1e6:.1f} ms; other machines' hosts call on time."
+    )
+    pid = worst["pid"]
+    return Finding(
+        kind="host-pause" if pause else "host-cpu",
+        cause="host",
+        scope="node",
+        confidence=round(min(0.95, 0.7 + 0.05 * worst["times"]), 3),
+        slowdown=round(window_ns / max(1.0, window_ns - worst["cost_ns"]), 3),
+        first_ns=int(worst["first_ns"]),
+        last_ns=int(worst["last_ns"]),
+        lost_ns=int(worst["cost_ns"]),
+        evidence=[Evidence("call_gap_ns", float(worst["median_ns"]), 0.0, int(worst["times"]), text)],
+        node=worst["node"],
+        rank=worst["rank"] if one else None,
+        pid=pid if one else None,
+        comm_id=worst["comm_id"],
+        victims=[node for node in calls["node"].unique().sort() if node != worst["node"]],
+        next_check=f"on {worst['node']}: py-spy dump --pid {pid}; top -H -p {pid}; vmstat 1 5; cat /proc/pressure/*",
+    )

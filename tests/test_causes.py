@@ -1,0 +1,131 @@
+"""What single pieces of evidence name, and what they do not: late calls, marked flows, first silences."""
+
+from __future__ import annotations
+
+import polars as pl
+import pytest
+
+from pulse_bpf.analysis import metrics
+from pulse_bpf.analysis.attribute import FLOWS
+from pulse_bpf.analysis.hosts import find_hosts
+from pulse_bpf.analysis.marked import find_marked
+from pulse_bpf.analysis.stalls import find_stalls
+from pulse_bpf.schema import EVENTS
+
+NODES = ("a", "b", "c", "d")
+US, MS = 1_000, 1_000_000
+OPERATORS = 60
+STEP = pl.Schema({**metrics.OPERATORS, "step": pl.Int64})
+
+
+def calls(late: dict[str, dict[int, int]]) -> pl.DataFrame:
+    """Each node's rank calls an operator every 2 ms, `late` ones so many ms later; a sync every 20th waits for all."""
+    rows = []
+    done = dict.fromkeys(NODES, 0)
+    for step in range(OPERATORS):
+        for rank, node in enumerate(NODES):
+            done[node] += 2 * MS + late.get(node, {}).get(step, 0) * MS
+            rows.append(
+                {
+                    "node": node,
+                    "pid": rank,
+                    "rank": rank,
+                    "comm_id": "00-4",
+                    "kind": "AllReduce",
+                    "step": step,
+                }
+                | {"program_pos": step, "call_ns": done[node]}
+            )
+        if step % 20 == 19:
+            done = dict.fromkeys(NODES, max(done.values()))
+    return pl.DataFrame(rows)
+
+
+def test_calls_in_time_name_no_host() -> None:
+    assert find_hosts(calls({}), True, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("late", "kind"),
+    [({5: 4, 27: 6, 44: 3}, "host-cpu"), ({30: 40}, "host-pause"), ({5: 50, 25: 60}, "host-pause")],
+)
+def test_the_host_that_calls_late_now_and_then_is_named(late: dict[int, int], kind: str) -> None:
+    ranks = calls({"c": late})
+    (item,) = find_hosts(ranks, True, 0)
+    assert (item.kind, item.scope, item.node, item.rank) == (kind, "node", "c", 2)
+    assert find_hosts(ranks, True, lost=1) == []
+
+
+def test_late_calls_on_two_machines_name_neither() -> None:
+    assert find_hosts(calls({"a": {3: 5, 23: 5, 43: 5}, "c": {5: 5, 25: 5, 45: 5}}), True, 0) == []
+
+
+def test_a_rank_matched_with_the_wrong_operators_is_not_late() -> None:
+    """Its long gap at each sync is one operator off from the others', and it is never in step."""
+    ranks = calls(
+        {"a": {19: 100, 39: 100}, "b": {19: 100, 39: 100}, "c": {19: 100, 39: 100}, "d": {19: 100, 39: 100}}
+    )
+    shifted = ranks.with_columns(
+        step=pl.when(pl.col("node") == "c").then(pl.col("step") - 1).otherwise("step"),
+        call_ns=pl.when(pl.col("node") == "c").then(pl.col("call_ns") + 140 * MS).otherwise("call_ns"),
+    )
+    assert find_hosts(shifted, True, 0) == []
+
+
+def ring(**columns: object) -> pl.DataFrame:
+    """One row per operator and flow of a ring over the nodes, 5 ms every 10 ms."""
+    rows = [
+        {
+            "node": node,
+            "nic": "mlx5_0",
+            "peer_node": NODES[(rank + 1) % 4],
+            "peer_nic": "mlx5_0",
+            "level": "flow",
+        }
+        | {"direction": "tx", "comm_id": "00-4", "kind": "AllReduce", "op_bytes": 10**8, "bytes": 10**8}
+        | {"step": step, "start_ns": 10 * step * MS, "last_byte_ns": (10 * step + 5) * MS, "end_ns": 1}
+        | {"stall_ns": 0, "gap_unknown_ns": 0}
+        for step in range(OPERATORS)
+        for rank, node in enumerate(NODES)
+    ]
+    return pl.DataFrame(rows, schema=STEP).with_columns(**columns)  # type: ignore[arg-type]
+
+
+def asked(steps: range) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Node b's sender is asked to slow down in these operators: how often, and when."""
+    marks = pl.DataFrame({"node": NODES, "nic": "mlx5_0", "marks": [0, 5 * len(steps), 0, 0]})
+    events = [
+        {"node": "b", "nic": "mlx5_0", "port": 1, "kind": "cnp", "value": 1, "t_ns": (10 * step + 1) * MS}
+        for step in steps
+    ]
+    return marks, pl.DataFrame(events, schema=EVENTS)
+
+
+def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() -> None:
+    steps = range(0, OPERATORS, 3)
+    longer = pl.when(pl.col("step") % 3 == 0).then(4 * MS).otherwise(0)
+    flows = pl.DataFrame(
+        {"node": ["b", "c"], "nic": "mlx5_0", "qpn": [7, 8], "peer_node": ["c", "d"], "peer_nic": "mlx5_0"},
+        schema_overrides=FLOWS,
+    )
+    marks, events = asked(steps)
+    (item,) = find_marked(ring(last_byte_ns=pl.col("last_byte_ns") + longer), flows, marks, events)
+    assert (item.scope, item.node) == ("network", None)
+    assert [(flow["node"], flow["peer_node"]) for flow in item.flows or []] == [("b", "c")]
+    assert item.slowdown == pytest.approx(9 / 5)
+    assert find_marked(ring(), flows, marks, events) == []
+    assert find_marked(ring(last_byte_ns=pl.col("last_byte_ns") + longer), flows, None, events) == []
+
+
+def test_silence_that_begins_at_one_flow_names_its_two_ends() -> None:
+    since = {"a": 300, "b": 900, "c": 600, "d": 300}
+    first = pl.col("start_ns") + pl.col("node").replace_strict(since, return_dtype=pl.Int64) * US
+    silent = ring(
+        gap_unknown_ns=pl.lit(MS),
+        first_gap_ns=first - pl.when(pl.col("node") == "d").then(50 * US).otherwise(0),
+    )
+    (item,) = find_stalls(silent)
+    assert (item.scope, item.nodes) == ("group", ["d", "a"])
+    anywhere = (pl.col("step") * 7 + pl.col("node").rank("dense").cast(pl.Int64) * 5) % 4
+    assert find_stalls(ring(gap_unknown_ns=pl.lit(MS), first_gap_ns=pl.col("start_ns") + anywhere * US)) == []
+    assert find_stalls(ring()) == []
