@@ -225,13 +225,16 @@ def _analyze(arguments: argparse.Namespace) -> int:
     from polars.exceptions import PolarsError
 
     from pulse_bpf import analysis
+    from pulse_bpf.analysis.load import load
     from pulse_bpf.analysis.text import render
 
-    findings = analysis.analyze(arguments.recordings)
+    recording = load(arguments.recordings)
+    operators, flows = analysis.measure(recording)
+    findings = analysis.conclude(recording, operators, flows)
     _print(findings.to_json() if arguments.json else render(findings))
     if arguments.operators:
         try:
-            analysis.operators(arguments.recordings).write_parquet(arguments.operators)
+            operators.write_parquet(arguments.operators)
         except (OSError, PolarsError) as error:
             raise HostError(f"cannot write {arguments.operators}", str(error).splitlines()[0]) from error
     if arguments.exit_code and findings.verdict == "anomaly":
