@@ -7,7 +7,7 @@ from pathlib import Path
 
 import polars as pl
 
-from pulse_bpf.analysis import attribute, metrics, segment
+from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
@@ -28,12 +28,20 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS)."""
-    rows = attribute.samples(recording, recording.lives)
     flows = attribute.flows(recording)
     called, sent = segment.program(recording["ops"])
     covered = attribute.covered(recording)
-    segments = segment.segment(called, sent, flows, rows, covered)
-    return metrics.measure(segments, called, flows, rows, covered), flows
+    parts = [
+        metrics.measure(
+            segments,
+            called.filter(pl.col("node").is_in(nodes)),
+            flows.filter(pl.col("node").is_in(nodes)),
+            recording.samples.unlisted,
+            covered,
+        )
+        for nodes, segments in stream.segment(recording.samples.batches(), flows, called, sent, covered)
+    ]
+    return metrics.in_order(parts), flows
 
 
 def conclude(recording: Recording, table: pl.DataFrame, flows: pl.DataFrame) -> Findings:

@@ -7,21 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Longs = NDArray[np.int64]
-Floats = NDArray[np.float64]
-Flags = NDArray[np.bool_]
+from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags, drawn
 
-# An operator is complete when all but this share of its bytes were seen: more would hide its last message.
-VOLUME_TOLERANCE = 0.004
-# A process that waits for each operator moves between two calls what the first needs, to this accuracy.
-PACED_TOLERANCE = 0.02
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
 PROTOCOLS = (1.0, 128 / 120, 2.0)
 # How much better another multiple must do than those of the protocols.
 LEARNED_MARGIN = 0.1
-LINES, ROUNDED = 64 * 1024, 128.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
 # How many multiples, and offsets for each, are tried, fewer once the offset is about known; and rounds of learning
@@ -33,13 +28,18 @@ PAUSE_SHARE = 0.25
 SURE_HITS, CLEARLY_BETTER = 0.8, 0.2
 
 
-class Cut(NamedTuple):
-    """Of each operator: `starts` and `ends` in cumulated bytes, the bytes `expected`, and whether calls pace it."""
+class Learned(NamedTuple):
+    """How to cut one flow group: the bytes `expected` of each operator, and where `at` in the bytes the first begins.
 
-    starts: Longs
-    ends: Longs
+    `paced`: the process waits for each operator before the next call, so the bytes between two calls are the first
+    one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
+    operators and nobody else's call may bring their bytes.
+    """
+
     expected: Floats
+    at: float
     paced: bool
+    alone: bool
 
 
 class _Curve(NamedTuple):
@@ -50,22 +50,23 @@ class _Curve(NamedTuple):
     """
 
     low: Floats
-    silences: Floats
+    silences: Longs
     total: float
     waited: Flags
     bin_bytes: float
 
 
 class _Track(NamedTuple):
+    """Operators laid end to end from one offset; `jumped` bytes before each belong to none. See `_lay`."""
+
     starts: Floats
     ends: Floats
     snapped: Flags
     jumped: Floats
-    on_time: Floats
-    score: Floats
+    score: float
 
 
-def cut(
+def learn(
     t_ns: Longs,
     total: Longs,
     bin_ns: int,
@@ -74,48 +75,30 @@ def cut(
     volume: Floats,
     kind: NDArray[Any],
     certain: Flags,
-) -> Cut:
-    """Cuts bins that begin at `t_ns`, with `total` bytes up to their ends, into operators called from `first_ns` on.
+) -> Learned:
+    """How to cut bins that begin at `t_ns`, with `total` bytes up to their ends, into operators.
 
-    `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of
-    a protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
-    `first_ns`, the last at `last_ns`.
+    `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of a
+    protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
+    `first_ns`, the last at `last_ns`. There is at least one bin and one operator.
 
     Bytes in bins that ended before an operator's call are not its own: this is what brings the cut back in step
-    after a partial operator or lost samples. `paced`: the process waits for each operator before the next call, so
-    the bytes between two calls are the first one's. Otherwise calls run ahead, and operators follow each other
-    by volume; the factors and the place of the first are then those with which most operators end in a silence.
+    after a partial operator or lost samples. Where calls run ahead, the factors and the place of the first are those
+    with which most operators end in a silence.
     """
-    if len(first_ns) == 0:
-        return Cut(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0), False)
     before = np.r_[0, total]
     low = before[np.searchsorted(t_ns + bin_ns, first_ns, "right")]
-    high = before[np.searchsorted(t_ns, last_ns + bin_ns, "right")]
     sizes = np.sort(np.diff(before))
     # Half of all bytes are in bins of at least this size.
     bin_bytes = float(sizes[np.searchsorted(np.cumsum(sizes), total[-1] / 2)])
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
-    silences = total[:-1][np.diff(t_ns) > bin_ns].astype(float)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        starts = np.empty(len(low))
-        at = low[0]
-        for index in range(len(low)):
-            # Where the volume so far ends away from the call, bytes are missing or unknown: the call settles it.
-            starts[index] = at = at if low[index] <= at <= high[index] else low[index]
-            at = float(_drawn(silences, np.array([at]), expected[index])[0][0])
-        ends = starts + expected
-    else:
-        curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes)
-        expected, track = _fit(curve, expected, kind, certain)
-        starts, ends = track.starts[0], track.ends[0]
-    begins = np.minimum(np.round(starts), total[-1]).astype(np.int64)
-    following = np.r_[begins[1:], total[-1]]
-    stops = np.minimum(np.round(ends).astype(np.int64), following)
-    # What exceeds the volume only slightly is still the operator's, a repeat that was not seen as one.
-    if paced:
-        stops = np.where(following - stops <= PACED_TOLERANCE * expected, following, stops)
-    return Cut(begins, stops, expected, paced)
+        return Learned(expected, float(low[0]), True, True)
+    silences = total[:-1][np.diff(t_ns) > bin_ns]
+    curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes)
+    expected, track = _fit(curve, expected, kind, certain)
+    return Learned(expected, float(track.starts[0]), paced, False)
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:
@@ -157,8 +140,8 @@ def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> t
     guessed = expected
     for _ in range(ROUNDS):
         refined = _refine(curve, best[1], volume, kind, expected)
-        again = _best(curve, refined, np.ones(1), float(best[1].starts[0, 0]))
-        if again[1].score[0] < best[1].score[0]:
+        again = _best(curve, refined, np.ones(1), float(best[1].starts[0]))
+        if again[1].score < best[1].score:
             break
         settled = np.allclose(refined, expected, rtol=1e-9)
         expected, best = refined, again
@@ -167,7 +150,7 @@ def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> t
     unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
-        best = _best(curve, expected, np.ones(1), float(best[1].starts[0, 0]))
+        best = _best(curve, expected, np.ones(1), float(best[1].starts[0]))
     return expected, best[1]
 
 
@@ -179,13 +162,13 @@ def _by_kind(
     order = np.argsort([-expected[kind == number].sum() for number in numbers])
     for number in numbers[order][:MAX_KINDS]:
         here = kind == number
-        if best[1].snapped[0, here].mean() >= 0.5 or expected[here].max() <= LINES:
+        if best[1].snapped[here].mean() >= 0.5 or expected[here].max() <= LINES:
             continue
         for factor in (PROTOCOLS[1], 1 / PROTOCOLS[1], PROTOCOLS[2], 1 / PROTOCOLS[2]):
             changed = np.where(here, expected * factor, expected)
-            again = _best(curve, changed, np.ones(1), float(best[1].starts[0, 0]))
-            enough = again[1].snapped[0, here].sum() >= max(2, 0.5 * here.sum())
-            if enough and again[1].score[0] > best[1].score[0] + 0.01:
+            again = _best(curve, changed, np.ones(1), float(best[1].starts[0]))
+            enough = again[1].snapped[here].sum() >= max(2, 0.5 * here.sum())
+            if enough and again[1].score > best[1].score + 0.01:
                 best, expected = again, changed
     return best, expected
 
@@ -198,16 +181,7 @@ def _factors(curve: _Curve, volume: Floats) -> Floats:
     between points far apart. It needs a host that waits now and then.
     """
     position = np.r_[0, np.cumsum(volume)[:-1]]
-    hull: list[int] = []
-    for index in range(len(position)):
-        while len(hull) >= 2:
-            first, second = hull[-2], hull[-1]
-            left = (curve.low[second] - curve.low[first]) * (position[index] - position[first])
-            if left > (curve.low[index] - curve.low[first]) * (position[second] - position[first]):
-                break
-            hull.pop()
-        hull.append(index)
-    at = np.array(hull)
+    at = _hull(curve.low, position)
     one, other = np.triu_indices(len(at), 1)
     one, other = at[one], at[other]
     across = position[other] - position[one]
@@ -224,6 +198,23 @@ def _factors(curve: _Curve, volume: Floats) -> Floats:
     return np.asarray(np.unique(factors[(factors >= LEAST_FACTOR) & (factors <= MOST_FACTOR)]))
 
 
+@compiled
+def _hull(low: Floats, position: Floats) -> Longs:
+    """The points of the upper hull of `low` over `position`."""
+    hull = np.empty(len(position), np.int64)
+    count = 0
+    for index in range(len(position)):
+        while count >= 2:
+            first, second = hull[count - 2], hull[count - 1]
+            left = (low[second] - low[first]) * (position[index] - position[first])
+            if left > (low[index] - low[first]) * (position[second] - position[first]):
+                break
+            count -= 1
+        hull[count] = index
+        count += 1
+    return hull[:count]
+
+
 def _best(
     curve: _Curve, volume: Floats, factors: Floats, offset: float | None = None
 ) -> tuple[float, _Track]:
@@ -237,14 +228,17 @@ def _best(
         tried = records if offset is None else np.r_[offset, records[-FEW_OFFSETS:]]
         offsets.append(np.maximum(tried, 0))
         chosen.append(np.full(len(tried), factor))
-    first = _track(curve, volume, np.concatenate(offsets), np.concatenate(chosen))
+    tried_offsets, tried_factors = np.concatenate(offsets), np.concatenate(chosen)
+    scores, on_time, hits = _trials(*curve, volume, tried_offsets, tried_factors)
     # What small operators move is rounded up to whole lines.
     least = LEARNED_MARGIN if np.median(volume) > LINES else 0.0
-    margin = np.where(np.isin(np.concatenate(chosen), PROTOCOLS), 0.0, least)
-    hits = first.snapped.sum(1)
-    best = int(np.argmax(first.score * np.sqrt((1 + hits) / (1 + hits.max())) - margin))
-    factor, track = float(np.concatenate(chosen)[best]), _only(first, best)
-    if track.score[0] >= SURE_HITS or track.on_time[0] >= 0.5 or offset is not None:
+    margin = np.where(np.isin(tried_factors, PROTOCOLS), 0.0, least)
+    best = int(np.argmax(scores * np.sqrt((1 + hits) / (1 + hits.max())) - margin))
+    factor, track = (
+        float(tried_factors[best]),
+        _track(curve, volume, tried_offsets[best], tried_factors[best]),
+    )
+    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset is not None:
         return factor, track
     # Nothing waits: bytes of earlier, unseen calls may precede the first operator.
     earliest = float(np.max(curve.low - factor * position))
@@ -253,72 +247,100 @@ def _best(
     moved = np.unique((later[:, None] - ends).ravel())
     moved = moved[moved >= max(earliest, 0)]
     if len(moved):
-        second = _track(curve, volume, moved, np.full(len(moved), factor))
-        number = int(np.argmax(second.score))
-        enough = second.snapped[number].sum() >= track.snapped.sum()
-        if enough and second.score[number] >= max(SURE_HITS, track.score[0] + CLEARLY_BETTER):
-            track = _only(second, number)
+        scores, _, hits = _trials(*curve, volume, moved, np.full(len(moved), factor))
+        number = int(np.argmax(scores))
+        enough = hits[number] >= track.snapped.sum()
+        if enough and scores[number] >= max(SURE_HITS, track.score + CLEARLY_BETTER):
+            track = _track(curve, volume, moved[number], factor)
     return factor, track
 
 
-def _only(track: _Track, number: int) -> _Track:
-    one = slice(number, number + 1)
-    return _Track(
-        track.starts[one],
-        track.ends[one],
-        track.snapped[one],
-        track.jumped[one],
-        track.on_time[one],
-        track.score[one],
-    )
+def _track(curve: _Curve, volume: Floats, offset: float, factor: float) -> _Track:
+    count = len(volume)
+    starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
+    snapped = np.zeros(count, np.bool_)
+    score, _, _ = _lay(*curve, volume, offset, factor, starts, ends, snapped, jumped)
+    return _Track(starts, ends, snapped, jumped, float(score))
 
 
-def _track(curve: _Curve, volume: Floats, offsets: Floats, factors: Floats) -> _Track:
-    """Lays the operators end to end for each trial (offset, factor), ends drawn to silences that are near.
-
-    `score`: operators that end in a silence, of those that end in the curve; half as much for calls after a pause
-    that find all before them done; less the share of bytes since the first call that belong to no operator, those
-    before the first, which may be of earlier calls, by half. Arrays are [trials, operators].
-    """
+@compiled
+def _trials(
+    low: Floats,
+    silences: Longs,
+    total: float,
+    waited: Flags,
+    bin_bytes: float,
+    volume: Floats,
+    offsets: Floats,
+    factors: Floats,
+) -> tuple[Floats, Floats, Longs]:
+    """Score, share of pauses on time, and snapped operators of each trial (offset, factor), as `_lay` has them."""
     trials, count = len(offsets), len(volume)
-    starts, ends, jumped = (np.empty((trials, count)) for _ in range(3))
-    snapped = np.zeros((trials, count), bool)
-    on_time = np.zeros(trials)
-    at = offsets.copy()
+    starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
+    snapped = np.zeros(count, np.bool_)
+    scores, on_time, hits = np.empty(trials), np.empty(trials), np.empty(trials, np.int64)
+    for trial in range(trials):
+        scores[trial], on_time[trial], hits[trial] = _lay(
+            low,
+            silences,
+            total,
+            waited,
+            bin_bytes,
+            volume,
+            offsets[trial],
+            factors[trial],
+            starts,
+            ends,
+            snapped,
+            jumped,
+        )
+    return scores, on_time, hits
+
+
+@compiled
+def _lay(
+    low: Floats,
+    silences: Longs,
+    total: float,
+    waited: Flags,
+    bin_bytes: float,
+    volume: Floats,
+    offset: float,
+    factor: float,
+    starts: Floats,
+    ends: Floats,
+    snapped: Flags,
+    jumped: Floats,
+) -> tuple[float, float, int]:
+    """Lays the operators end to end from `offset`, their ends drawn to silences that are near; fills the last four.
+
+    The score: operators that end in a silence, of those that end in the curve; half as much for calls after a pause
+    that find all before them done; less the share of bytes since the first call that belong to no operator, those
+    before the first, which may be of earlier calls, by half. Also the share of calls after a pause on time, and how
+    many operators end in a silence.
+    """
+    count = len(volume)
+    at = offset
+    punctual, pauses, inside, hits, all_hits, lost = 0, 0, 0, 0, 0, 0.0
     for index in range(count):
-        start = np.maximum(at, curve.low[index])
-        jumped[:, index] = start - at
-        if curve.waited[index]:
-            on_time += np.abs(at - curve.low[index]) <= 2 * curve.bin_bytes
-        size = volume[index] * factors
-        at, hit = _drawn(curve.silences, start, size)
-        starts[:, index], ends[:, index], snapped[:, index] = start, at, hit
-    inside = (ends < curve.total) & (ends > starts)
-    on_time /= max(int(curve.waited.sum()), 1)
-    lost = (jumped[:, 1:]).sum(1) + np.maximum(curve.total - ends[:, -1], 0)
-    lost += 0.5 * (starts[:, 0] - curve.low[0])
-    lost /= max(curve.total - curve.low[0], 1)
-    hits = (snapped & inside).sum(1)
-    within = np.searchsorted(curve.silences, ends[:, -1]) - np.searchsorted(curve.silences, starts[:, 0])
-    score = hits / np.maximum(np.minimum(inside.sum(1), within), 4) + 0.5 * on_time - lost
-    return _Track(starts, ends, snapped, jumped, on_time, score)
-
-
-def _drawn(silences: Floats, start: Floats, size: Floats | float) -> tuple[Floats, Flags]:
-    """Ends of operators of `size` from `start`, drawn to the nearest silence if it is near, and whether it is."""
-    end = start + size
-    if len(silences) == 0:
-        return end, np.zeros(len(end), bool)
-    after = np.minimum(np.searchsorted(silences, end), len(silences) - 1)
-    before = np.maximum(after - 1, 0)
-    near = np.where(
-        np.abs(silences[after] - end) < np.abs(silences[before] - end), silences[after], silences[before]
-    )
-    # Of several within some lines of each other the first: what follows is the next, small operator.
-    first = silences[np.searchsorted(silences, near - ROUNDED)]
-    near = np.where((size > LINES) & (first > start), first, near)
-    hit = (np.abs(near - end) <= np.maximum(VOLUME_TOLERANCE * size, ROUNDED)) & (near > start)
-    return np.where(hit, near, end), hit
+        start = max(at, low[index])
+        jumped[index] = start - at
+        if index:
+            lost += start - at
+        if waited[index]:
+            pauses += 1
+            punctual += abs(at - low[index]) <= 2 * bin_bytes
+        at, hit = drawn(silences, len(silences), -np.inf, start, volume[index] * factor)
+        starts[index], ends[index], snapped[index] = start, at, hit
+        all_hits += hit
+        if start < at < total:
+            inside += 1
+            hits += hit
+    on_time = punctual / max(pauses, 1)
+    lost += max(total - at, 0.0) + 0.5 * (starts[0] - low[0])
+    lost /= max(total - low[0], 1.0)
+    within = np.searchsorted(silences, at) - np.searchsorted(silences, starts[0])
+    return hits / max(min(inside, within), 4) + 0.5 * on_time - lost, on_time, all_hits
 
 
 def _refine(curve: _Curve, track: _Track, volume: Floats, kind: NDArray[Any], expected: Floats) -> Floats:
@@ -327,7 +349,7 @@ def _refine(curve: _Curve, track: _Track, volume: Floats, kind: NDArray[Any], ex
     Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left
     out of a second pass.
     """
-    ends, snapped, jumped = track.ends[0].copy(), track.snapped[0].copy(), track.jumped[0]
+    ends, snapped, jumped = track.ends.copy(), track.snapped.copy(), track.jumped
     # A host that waited made its call when all before it had ended.
     before = np.flatnonzero(curve.waited[1:])
     ends[before], snapped[before] = curve.low[before + 1], True

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from pulse_bpf.analysis.boundaries import cut
+from cuts import cut
 
 BIN_NS = 1_000_000
 VOLUMES = np.array([192, 192, 384, 64]) * 1024
@@ -23,19 +22,9 @@ def test_operators_are_cut_by_volume_whenever_they_were_called(ahead: bool) -> N
     call_ns = begin.reshape(STEPS, -1)
     if ahead:
         call_ns = call_ns[:, :1] + np.arange(len(VOLUMES)) * 1000
-    total = np.cumsum(np.full(len(t_ns), 4096))
     kind = np.tile(np.arange(len(VOLUMES)), STEPS)
-    starts, ends, expected, paced = cut(
-        t_ns,
-        total,
-        BIN_NS,
-        call_ns.ravel(),
-        call_ns.ravel(),
-        volume.astype(float),
-        kind,
-        np.zeros(len(kind), bool),
-    )
-    assert paced == (not ahead)
-    assert starts.tolist() == (np.cumsum(volume) - volume).tolist()
-    assert ends.tolist() == np.cumsum(volume).tolist()
-    assert expected.tolist() == volume.tolist()
+    net = np.full(len(t_ns), 4096)
+    learned, found = cut(t_ns, net, BIN_NS, call_ns.ravel(), volume.astype(float), kind)
+    assert learned.paced == (not ahead)
+    assert learned.expected.tolist() == volume.tolist()
+    assert found.tolist() == volume.tolist()

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
+from cuts import cut
 
 from pulse_bpf import analysis
-from pulse_bpf.analysis.boundaries import cut
 from pulse_bpf.analysis.load import load
 from pulse_bpf.lab.boundaries import compare
 from pulse_bpf.lab.sim.simulate import simulate
@@ -47,12 +47,12 @@ def test_what_an_operator_moves_of_its_volume_is_learned(factor: float) -> None:
         part[-1] -= part.sum() - size
     t_ns = np.concatenate([b + np.arange(n) for b, n in zip(begin, bins, strict=True)]) * BIN_NS
     order = np.argsort(t_ns, kind="stable")
-    total = np.cumsum(np.concatenate(parts)[order])
+    net = np.concatenate(parts)[order]
     call_ns = (begin[steps * 8] - 1) * BIN_NS + np.tile(np.arange(8), 3) * 1000
     kind = np.tile([0] * 6 + [1, 2], 3)
-    found = cut(t_ns[order], total, BIN_NS, call_ns, call_ns, volume, kind, np.zeros(24, bool))
-    assert not found.paced
-    assert np.abs(found.ends - np.cumsum(np.tile(sizes, 3))).max() <= 16
+    learned, found = cut(t_ns[order], net, BIN_NS, call_ns, volume, kind)
+    assert not learned.paced
+    assert np.abs(np.cumsum(found) - np.cumsum(np.tile(sizes, 3))).max() <= 16
 
 
 def test_nobody_is_named_for_a_share_of_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,216 @@
+"""Rows of samples as rate curves of flow groups: whose row it is, and all queue pairs of a group together."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_bpf.analysis.compiled import compiled
+
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+# Columns of the totals of a stream.
+TOTALS = ("rows", "bytes", "retx_bytes", "ctl_packets", "first_ns", "last_ns", "bin_ns", "first_byte_ns")
+ROWS, BYTES, RETX, CTL, FIRST_NS, LAST_NS, BIN_NS, FIRST_BYTE_NS = range(8)
+
+
+class Curves(NamedTuple):
+    """Of each group the rows [begin, end), in the order of time and one for a bin; `net` is bytes without repeats."""
+
+    begin: Longs
+    end: Longs
+    t_ns: Longs
+    net: Longs
+    retx: Longs
+    ctl: Longs
+
+
+def no_curves(groups: int) -> Curves:
+    """Curves of so many groups without a row."""
+    nothing = np.zeros(0, np.int64)
+    return Curves(np.zeros(groups, np.int64), np.zeros(groups, np.int64), nothing, nothing, nothing, nothing)
+
+
+@compiled
+def table_of(flows: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], Longs]:
+    """A hash table (keys, index or -1) of distinct `flows`, which are hashes themselves; never more than half full."""
+    size = 64
+    while size < 4 * len(flows):
+        size *= 2
+    keys, index = np.zeros(size, np.uint64), np.full(size, -1, np.int64)
+    for number in range(len(flows)):
+        at = np.int64(flows[number] & np.uint64(size - 1))
+        while index[at] >= 0:
+            at = (at + 1) & (size - 1)
+        keys[at], index[at] = flows[number], number
+    return keys, index
+
+
+@compiled
+def streams_of(
+    flow: NDArray[np.uint64], tx: NDArray[np.uint8], keys: NDArray[np.uint64], index: Longs
+) -> Longs:
+    """Of each row the stream: twice the number of its flow in the table, and 1 more where sent; -1 of others."""
+    result = np.empty(len(flow), np.int64)
+    mask = len(keys) - 1
+    last, number = np.uint64(0), np.int64(-2)
+    for row in range(len(flow)):
+        if flow[row] != last or number == -2:
+            last = flow[row]
+            at = np.int64(last & np.uint64(mask))
+            while index[at] >= 0 and keys[at] != last:
+                at = (at + 1) & mask
+            number = index[at]
+        result[row] = 2 * number + tx[row] if number >= 0 else -1
+    return result
+
+
+@compiled
+def add_totals(
+    totals: Longs,
+    stream: Longs,
+    t_ns: Longs,
+    bin_ns: NDArray[np.uint32],
+    sent: Longs,
+    retx: Longs,
+    ctl: NDArray[np.uint32],
+) -> None:
+    """Adds rows to the `totals` of their streams, [streams, TOTALS]."""
+    for row in range(len(stream)):
+        number = stream[row]
+        if number < 0:
+            continue
+        if totals[number, ROWS] == 0 or t_ns[row] < totals[number, FIRST_NS]:
+            totals[number, FIRST_NS] = t_ns[row]
+        if totals[number, ROWS] == 0 or t_ns[row] > totals[number, LAST_NS]:
+            totals[number, LAST_NS] = t_ns[row]
+        if sent[row] > 0 and (totals[number, BYTES] == 0 or t_ns[row] < totals[number, FIRST_BYTE_NS]):
+            totals[number, FIRST_BYTE_NS] = t_ns[row]
+        totals[number, ROWS] += 1
+        totals[number, BYTES] += sent[row]
+        totals[number, RETX] += retx[row]
+        totals[number, CTL] += ctl[row]
+        totals[number, BIN_NS] = max(totals[number, BIN_NS], np.int64(bin_ns[row]))
+
+
+@compiled
+def joined(
+    curves: Curves,
+    begun: NDArray[np.bool_],
+    group_of: Longs,
+    stream: Longs,
+    t_ns: Longs,
+    sent: Longs,
+    retx: Longs,
+    ctl: NDArray[np.uint32],
+) -> Curves:
+    """`curves` with the rows of a window added to those of the group (or -1) of their stream.
+
+    A group has `begun` with its first byte; rows before that are left out.
+    """
+    groups = len(curves.begin)
+    size = curves.end - curves.begin
+    carried = begun.copy()
+    for row in range(len(stream)):
+        if stream[row] >= 0 and group_of[stream[row]] >= 0 and sent[row] > 0:
+            carried[group_of[stream[row]]] = True
+    for row in range(len(stream)):
+        if stream[row] >= 0 and group_of[stream[row]] >= 0 and carried[group_of[stream[row]]]:
+            size[group_of[stream[row]]] += 1
+    end = np.cumsum(size)
+    begin = end - size
+    count = end[-1] if groups else 0
+    new = Curves(
+        begin,
+        begin.copy(),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+    )
+    fill = new.end
+    for group in range(groups):
+        for row in range(curves.begin[group], curves.end[group]):
+            at = fill[group]
+            new.t_ns[at], new.net[at] = curves.t_ns[row], curves.net[row]
+            new.retx[at], new.ctl[at] = curves.retx[row], curves.ctl[row]
+            fill[group] += 1
+    for row in range(len(stream)):
+        if stream[row] >= 0 and group_of[stream[row]] >= 0 and carried[group_of[stream[row]]]:
+            group = group_of[stream[row]]
+            at = fill[group]
+            new.t_ns[at], new.net[at] = t_ns[row], sent[row] - retx[row]
+            new.retx[at], new.ctl[at] = retx[row], np.int64(ctl[row])
+            fill[group] += 1
+    order = np.empty((2, max(0, size.max()) if groups else 0), np.int64)
+    for group in range(groups):
+        new.end[group] = in_time_order(
+            new.t_ns, new.net, new.retx, new.ctl, begin[group], new.end[group], order
+        )
+        if not begun[group]:
+            while begin[group] < new.end[group] and new.net[begin[group]] + new.retx[begin[group]] == 0:
+                begin[group] += 1
+            begun[group] = begin[group] < new.end[group]
+    return new
+
+
+@compiled
+def in_time_order(
+    t_ns: Longs, net: Longs, retx: Longs, ctl: Longs, begin: int, end: int, scratch: Longs
+) -> int:
+    """Sorts rows [begin, end) by time and adds up those of one bin; returns the new end.
+
+    Merges the runs that are in order already, one per queue pair. `scratch` is [2, rows].
+    """
+    row = begin + 1
+    while row < end and t_ns[row] > t_ns[row - 1]:
+        row += 1
+    if row >= end:
+        return end
+    count = end - begin
+    bounds = [np.int64(0)]
+    for row in range(1, count):
+        if t_ns[begin + row] < t_ns[begin + row - 1]:
+            bounds.append(np.int64(row))
+    bounds.append(count)
+    one, other = 0, 1
+    for row in range(count):
+        scratch[one, row] = row
+    while len(bounds) > 2:
+        fewer = [np.int64(0)]
+        for run in range(0, len(bounds) - 1, 2):
+            left, middle = bounds[run], bounds[run + 1]
+            right = bounds[run + 2] if run + 2 < len(bounds) else middle
+            first, second = left, middle
+            for at in range(left, right):
+                if second >= right or (
+                    first < middle and t_ns[begin + scratch[one, first]] <= t_ns[begin + scratch[one, second]]
+                ):
+                    scratch[other, at] = scratch[one, first]
+                    first += 1
+                else:
+                    scratch[other, at] = scratch[one, second]
+                    second += 1
+            fewer.append(right)
+        bounds = fewer
+        one, other = other, one
+    order = scratch[one, :count]
+    copy = (
+        t_ns[begin:end][order],
+        net[begin:end][order],
+        retx[begin:end][order],
+        ctl[begin:end][order],
+    )
+    at = begin - 1
+    for row in range(count):
+        if at >= begin and t_ns[at] == copy[0][row]:
+            net[at] += copy[1][row]
+            retx[at] += copy[2][row]
+            ctl[at] += copy[3][row]
+        else:
+            at += 1
+            t_ns[at], net[at], retx[at], ctl[at] = copy[0][row], copy[1][row], copy[2][row], copy[3][row]
+    return at + 1

@@ -1,0 +1,466 @@
+"""Walking along the rate curves of flow groups, from operator to operator, in compiled code."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.curves import Curves, Floats, Longs, in_time_order
+from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, shape
+
+Flags = NDArray[np.bool_]
+
+# An operator is complete when all but this share of its bytes were seen: more would hide its last message.
+VOLUME_TOLERANCE = 0.004
+# A process that waits for each operator moves between two calls what the first needs, to this accuracy.
+PACED_TOLERANCE = 0.02
+# Volumes are rounded to lines of this size at least, and what is smaller than so many is not told by its volume.
+ROUNDED, LINES = 128.0, 64 * 1024
+# Repeats and control packets that come so long after an operator's last new byte are not its own.
+HOLD_NS = 50_000_000
+# How far the walk along a group is: its next operator is to begin, to end, or to be told from the one that follows.
+BEGIN, END, FOLLOW = range(3)
+# Columns of the bytes outside operators.
+OUTSIDE = ("rows", "net", "retx_bytes", "ctl_packets", "start_ns", "last_ns")
+ROWS, NET, RETX, CTL, FIRST_NS, LAST_NS = range(6)
+# Later than any row.
+NEVER = 2**62
+
+
+class Calls(NamedTuple):
+    """What each group should carry: of group g the operators [begin[g], end[g]), in program order.
+
+    `first_ns` and `last_ns` as in boundaries.learn, `expected` bytes, and `sum_of`, the number of the sum over the
+    peers of a NIC in which an operator counts, -1 for none.
+    """
+
+    begin: Longs
+    end: Longs
+    first_ns: Longs
+    last_ns: Longs
+    expected: Floats
+    sum_of: Longs
+
+
+class Rules(NamedTuple):
+    """How each group is cut: see boundaries.learn. Groups not `learned` are left alone."""
+
+    learned: Flags
+    paced: Flags
+    alone: Flags
+    bin_ns: Longs
+    window_bytes: Floats
+
+
+class State(NamedTuple):
+    """How far each group is.
+
+    `op` is the next operator and `phase` says what of it is missing. `at`: where the next one begins unless its call
+    says otherwise; `end` of this one; `taken` bytes are behind, `used` of them of the first row left, and the last
+    silence before is at `quiet`; `outside`: the bytes of no operator, [groups, OUTSIDE].
+    """
+
+    op: Longs
+    phase: Longs
+    at: Floats
+    end: Floats
+    taken: Longs
+    used: Longs
+    quiet: Floats
+    outside: Longs
+
+
+class Found(NamedTuple):
+    """Operators that were cut out: what they are of, and their columns WHOLE and REAL of shape.py."""
+
+    number: Longs
+    whole: Longs
+    real: Floats
+
+
+class Pool(NamedTuple):
+    """Bins of operators that are to be summed over the peers of a NIC, `key` as Calls.sum_of says."""
+
+    key: Longs
+    t_ns: Longs
+    net: Longs
+    retx: Longs
+    ctl: Longs
+
+
+def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
+    """Of so many groups no call, no rule, and no step made."""
+    none = np.zeros(0, np.int64)
+
+    def zeros() -> Longs:
+        return np.zeros(groups, np.int64)
+
+    def flags() -> Flags:
+        return np.zeros(groups, np.bool_)
+
+    return (
+        Calls(zeros(), zeros(), none, none, np.zeros(0), none),
+        Rules(flags(), flags(), flags(), zeros(), np.zeros(groups)),
+        State(
+            zeros(),
+            zeros(),
+            np.zeros(groups),
+            np.zeros(groups),
+            zeros(),
+            zeros(),
+            np.full(groups, -np.inf),
+            np.zeros((groups, len(OUTSIDE)), np.int64),
+        ),
+    )
+
+
+def no_pool() -> Pool:
+    """A pool without a row."""
+    nothing = np.zeros(0, np.int64)
+    return Pool(nothing, nothing, nothing, nothing, nothing)
+
+
+@compiled
+def drawn(silences: Longs, count: int, quiet: float, start: float, size: float) -> tuple[float, bool]:
+    """The end of an operator of `size` bytes from `start`, drawn to the nearest silence if near, and whether it is.
+
+    Of several silences within some lines of each other it is the first: what follows is the next, small operator.
+    Of the `silences` the first `count` count; `quiet` is the last one before them.
+    """
+    end = start + size
+    reach = max(VOLUME_TOLERANCE * size, ROUNDED)
+    low, high = 0, count
+    while low < high:
+        middle = (low + high) // 2
+        if silences[middle] < end:
+            low = middle + 1
+        else:
+            high = middle
+    near = float(silences[low - 1]) if low > 0 else quiet
+    if low < count and silences[low] - end < end - near:
+        near = float(silences[low])
+    if size > LINES:
+        while low > 0 and silences[low - 1] >= near - ROUNDED and silences[low - 1] > start:
+            low -= 1
+        if low < count and near - ROUNDED <= silences[low] < near:
+            near = float(silences[low])
+    if abs(near - end) <= reach and near > start:
+        return near, True
+    return end, False
+
+
+@compiled
+def _ended(t_ns: Longs, before_ns: int) -> int:
+    """How many of the rows have t_ns of at most `before_ns`."""
+    low, high = 0, len(t_ns)
+    while low < high:
+        middle = (low + high) // 2
+        if t_ns[middle] <= before_ns:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@compiled
+def walk(
+    curves: Curves, calls: Calls, rules: Rules, state: State, pool: Pool, until_ns: int, final: bool
+) -> tuple[Found, Pool, Longs]:
+    """Cuts out every operator that the rows decide, all rows before `until_ns` being there; all when `final`.
+
+    Advances `state`. Returns the operators found, the pool with their bins added, and where the rows that are still
+    needed begin. What is found does not depend on how the rows came: a decision waits until no later row can change
+    it.
+    """
+    groups = len(curves.begin)
+    rows = 0
+    longest = 1
+    most = 0
+    for group in range(groups):
+        if rules.learned[group]:
+            rows += curves.end[group] - curves.begin[group]
+            longest = max(longest, curves.end[group] - curves.begin[group])
+            most += calls.end[group] - state.op[group]
+    found = Found(
+        np.empty(most, np.int64), np.zeros((most, len(WHOLE)), np.int64), np.empty((most, len(REAL)))
+    )
+    held = len(pool.key)
+    more = Pool(
+        np.empty(held + rows + 2 * most, np.int64),
+        np.empty(held + rows + 2 * most, np.int64),
+        np.empty(held + rows + 2 * most, np.int64),
+        np.empty(held + rows + 2 * most, np.int64),
+        np.empty(held + rows + 2 * most, np.int64),
+    )
+    more.key[:held] = pool.key
+    more.t_ns[:held] = pool.t_ns
+    more.net[:held] = pool.net
+    more.retx[:held] = pool.retx
+    more.ctl[:held] = pool.ctl
+    cum = np.empty(longest, np.int64)
+    silences = np.empty(longest, np.int64)
+    bins_ns = np.empty(longest + 2, np.int64)
+    bins = np.empty(longest + 2, np.int64)
+    scratch = np.empty(longest + 2, np.int64)
+    needed = curves.begin.copy()
+    out = 0
+    for group in range(groups):
+        if not rules.learned[group]:
+            continue
+        begin, end = curves.begin[group], curves.end[group]
+        while not final and end > begin and curves.t_ns[end - 1] >= until_ns:
+            end -= 1
+        t_ns, net = curves.t_ns[begin:end], curves.net[begin:end]
+        retx, ctl = curves.retx[begin:end], curves.ctl[begin:end]
+        count = end - begin
+        bin_ns = rules.bin_ns[group]
+        base = state.taken[group] - state.used[group]
+        total = base
+        silent = 0
+        for row in range(count):
+            total += net[row]
+            cum[row] = total
+            following = until_ns if row + 1 == count else t_ns[row + 1]
+            if following - t_ns[row] > bin_ns or (final and row + 1 == count):
+                silences[silent] = total
+                silent += 1
+        taken, used, row = state.taken[group], state.used[group], 0
+        outside = state.outside[group]
+        last_op = calls.end[group]
+        while True:
+            op = state.op[group]
+            if state.phase[group] != END:
+                follows = op if state.phase[group] == BEGIN else op + 1
+                known, start, begins = False, 0.0, total
+                if follows >= last_op:
+                    known = final
+                elif final or (
+                    calls.first_ns[follows] <= until_ns
+                    and not (rules.alone[group] and calls.last_ns[follows] + bin_ns >= until_ns)
+                ):
+                    known = True
+                    ended = _ended(t_ns, calls.first_ns[follows] - bin_ns)
+                    low = cum[ended - 1] if ended else base
+                    if rules.alone[group]:
+                        # Where the volume so far ends away from the call, bytes are missing or unknown.
+                        ended = _ended(t_ns, calls.last_ns[follows] + bin_ns)
+                        high = cum[ended - 1] if ended else base
+                        start = state.at[group] if low <= state.at[group] <= high else float(low)
+                    else:
+                        start = max(state.at[group], float(low))
+                    begins = min(np.int64(np.rint(start)), total)
+                at_least, ended_ns = begins, np.int64(0)
+                if known:
+                    ended_ns = calls.first_ns[follows] if follows < last_op else np.iinfo(np.int64).max
+                else:
+                    ended_ns = until_ns
+                    ended = _ended(t_ns, until_ns - bin_ns)
+                    at_least = cum[ended - 1] if ended else base
+                if state.phase[group] == FOLLOW:
+                    stop = np.int64(np.rint(state.end[group]))
+                    slack = PACED_TOLERANCE * calls.expected[op]
+                    if known:
+                        stop = min(stop, begins)
+                        # What exceeds the volume only slightly is the operator's, a repeat that was not seen as one.
+                        if rules.paced[group] and begins - stop <= slack:
+                            stop = begins
+                    elif rules.paced[group] and at_least - stop <= slack:
+                        break
+                    stop = max(stop, taken)
+                    hold_ns = np.int64(0)
+                    if stop > taken and not final and total <= stop:
+                        hold_ns = t_ns[count - 1]
+                        for back in range(count - 1, -1, -1):
+                            if net[back] > 0:
+                                hold_ns = t_ns[back]
+                                break
+                        if until_ns <= hold_ns + HOLD_NS:
+                            break
+                    # Take the rows up to `stop`.
+                    whole, real = found.whole[out], found.real[out]
+                    found.number[out] = op
+                    key = calls.sum_of[op]
+                    filled, last_ns = 0, np.int64(0)
+                    if stop == taken:
+                        whole[2] = NOTHING
+                    if stop > taken:
+                        while row < count and taken <= stop:
+                            if net[row] == 0:
+                                if taken == stop and t_ns[row] > last_ns + HOLD_NS:
+                                    break
+                                size = np.int64(0)
+                            else:
+                                if taken == stop:
+                                    break
+                                size = min(cum[row], stop) - taken
+                                bins_ns[filled], bins[filled] = t_ns[row], size
+                                filled += 1
+                                last_ns = t_ns[row]
+                            taken += size
+                            done = taken == cum[row]
+                            again, control = (retx[row], ctl[row]) if done else (0, 0)
+                            whole[0] += size + again
+                            whole[1] += again
+                            whole[2] += control
+                            if key >= 0:
+                                more.key[held], more.t_ns[held], more.net[held] = key, t_ns[row], size
+                                more.retx[held], more.ctl[held] = again, control
+                                held += 1
+                            if not done:
+                                used += size
+                                break
+                            used = 0
+                            row += 1
+                    window = rules.window_bytes[group]
+                    shape(bins_ns[:filled], bins[:filled], bin_ns, window, whole, real, scratch)
+                    out += 1
+                    state.op[group] = op + 1
+                    state.phase[group] = BEGIN
+                # What lies before the next operator belongs to none.
+                upto = max(at_least, taken)
+                while row < count and (
+                    cum[row] < upto or (cum[row] == upto and (net[row] > 0 or t_ns[row] + bin_ns <= ended_ns))
+                ):
+                    size = cum[row] - taken
+                    _outside(outside, t_ns[row], size, retx[row], ctl[row])
+                    taken, used = cum[row], 0
+                    row += 1
+                if upto > taken:
+                    _outside(outside, t_ns[row], upto - taken, 0, 0)
+                    used += upto - taken
+                    taken = upto
+                if not known or follows >= last_op:
+                    break
+                state.at[group] = start
+                state.phase[group] = END
+            size_of = calls.expected[state.op[group]]
+            reach = max(VOLUME_TOLERANCE * size_of, ROUNDED)
+            ends = state.at[group] + size_of
+            if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
+                break
+            near, _ = drawn(silences, silent, state.quiet[group], state.at[group], size_of)
+            state.end[group] = ends if rules.alone[group] else near
+            state.at[group] = near
+            state.phase[group] = FOLLOW
+        state.taken[group], state.used[group] = taken, used
+        for number in range(silent):
+            if silences[number] <= taken:
+                state.quiet[group] = silences[number]
+        needed[group] = begin + row
+    return (
+        Found(found.number[:out], found.whole[:out], found.real[:out]),
+        Pool(more.key[:held], more.t_ns[:held], more.net[:held], more.retx[:held], more.ctl[:held]),
+        needed,
+    )
+
+
+@compiled
+def _outside(outside: Longs, t_ns: int, size: int, retx: int, ctl: int) -> None:
+    if outside[ROWS] == 0:
+        outside[FIRST_NS] = t_ns
+    outside[ROWS] += 1
+    outside[NET] += size
+    outside[RETX] += retx
+    outside[CTL] += ctl
+    outside[LAST_NS] = max(outside[LAST_NS], t_ns)
+
+
+@compiled
+def left(curves: Curves, needed: Longs) -> Curves:
+    """`curves` without the rows before `needed`, in memory of its own."""
+    size = curves.end - needed
+    end = np.cumsum(size)
+    count = end[-1] if len(end) else 0
+    new = Curves(
+        end - size,
+        end,
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+    )
+    for group in range(len(end)):
+        here, there = slice(new.begin[group], new.end[group]), slice(needed[group], curves.end[group])
+        new.t_ns[here] = curves.t_ns[there]
+        new.net[here] = curves.net[there]
+        new.retx[here] = curves.retx[there]
+        new.ctl[here] = curves.ctl[there]
+    return new
+
+
+@compiled
+def sums(pool: Pool, waiting: Longs, bin_ns: Longs, window_bytes: Floats, open_ns: int) -> tuple[Found, Pool]:
+    """The bins in `pool` of each key added up, and the rest of the pool.
+
+    Keys that groups are `waiting` to add to, or that have bins from `open_ns` on, are left in the pool.
+    """
+    keys = len(waiting)
+    whole_keys = waiting == 0
+    for row in range(len(pool.key)):
+        if pool.t_ns[row] >= open_ns:
+            whole_keys[pool.key[row]] = False
+    size = np.zeros(keys + 1, np.int64)
+    kept = 0
+    for row in range(len(pool.key)):
+        if whole_keys[pool.key[row]]:
+            size[pool.key[row]] += 1
+        else:
+            kept += 1
+    end = np.cumsum(size)
+    count = end[-1]
+    fill = end - size
+    t_ns, net = np.empty(count, np.int64), np.empty(count, np.int64)
+    retx, ctl = np.empty(count, np.int64), np.empty(count, np.int64)
+    rest = Pool(
+        np.empty(kept, np.int64),
+        np.empty(kept, np.int64),
+        np.empty(kept, np.int64),
+        np.empty(kept, np.int64),
+        np.empty(kept, np.int64),
+    )
+    kept = 0
+    for row in range(len(pool.key)):
+        key = pool.key[row]
+        if whole_keys[key]:
+            at = fill[key]
+            fill[key] += 1
+            t_ns[at], net[at], retx[at], ctl[at] = (
+                pool.t_ns[row],
+                pool.net[row],
+                pool.retx[row],
+                pool.ctl[row],
+            )
+        else:
+            rest.key[kept], rest.t_ns[kept], rest.net[kept] = key, pool.t_ns[row], pool.net[row]
+            rest.retx[kept], rest.ctl[kept] = pool.retx[row], pool.ctl[row]
+            kept += 1
+    number = np.flatnonzero(size)
+    found = Found(number, np.zeros((len(number), len(WHOLE)), np.int64), np.empty((len(number), len(REAL))))
+    longest = size.max() if keys else 0
+    order, scratch = np.empty((2, longest), np.int64), np.empty(longest, np.int64)
+    for index in range(len(number)):
+        key = number[index]
+        begin = end[key] - size[key]
+        stop = in_time_order(t_ns, net, retx, ctl, begin, end[key], order)
+        filled = begin
+        whole = found.whole[index]
+        for row in range(begin, stop):
+            whole[0] += net[row] + retx[row]
+            whole[1] += retx[row]
+            whole[2] += ctl[row]
+            if net[row] > 0:
+                t_ns[filled], net[filled] = t_ns[row], net[row]
+                filled += 1
+        shape(
+            t_ns[begin:filled],
+            net[begin:filled],
+            bin_ns[key],
+            window_bytes[key],
+            whole,
+            found.real[index],
+            scratch,
+        )
+    return found, rest

@@ -1,0 +1,29 @@
+"""One rate curve cut into operators, without a recording around it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pulse_bpf.analysis import boundaries, walk
+from pulse_bpf.analysis.boundaries import Learned
+from pulse_bpf.analysis.curves import Curves, Floats, Longs
+
+
+def cut(
+    t_ns: Longs, net: Longs, bin_ns: int, call_ns: Longs, volume: Floats, kind: Longs
+) -> tuple[Learned, Longs]:
+    """What is learned of the curve, and the bytes that each operator, called at `call_ns`, got of it."""
+    count = len(call_ns)
+    certain = np.zeros(count, np.bool_)
+    learned = boundaries.learn(t_ns, np.cumsum(net), bin_ns, call_ns, call_ns, volume, kind, certain)
+    _, rules, state = walk.nothing_known(1)
+    rules.learned[:], rules.bin_ns[:] = True, bin_ns
+    rules.paced[:], rules.alone[:], state.at[:] = learned.paced, learned.alone, learned.at
+    one = np.array([count])
+    sums = np.full(count, -1)
+    calls = walk.Calls(np.zeros(1, np.int64), one, call_ns, call_ns, learned.expected, sums)
+    nothing = np.zeros_like(net)
+    curves = Curves(np.zeros(1, np.int64), np.array([len(net)]), t_ns, net, nothing, nothing)
+    found, _, _ = walk.walk(curves, calls, rules, state, walk.no_pool(), walk.NEVER, True)
+    assert found.number.tolist() == list(range(count))
+    return learned, found.whole[:, 0]

@@ -1,0 +1,135 @@
+"""Cutting in windows of any size gives the same operators, and what is kept does not grow with the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import recordings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+from recordings import Fault
+
+from pulse_bpf import analysis
+from pulse_bpf.analysis import attribute, segment, stream
+from pulse_bpf.analysis.curves import in_time_order
+from pulse_bpf.analysis.load import Recording, load
+from pulse_bpf.analysis.samples import Batch, Samples
+from pulse_bpf.analysis.shape import selected, weighted
+from pulse_bpf.lab.sim.simulate import simulate
+
+# Shorter than the recordings, so that most of them is cut with what was learned of their begin.
+WARMUP_NS = 60_000_000
+
+
+@pytest.fixture
+def short_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WARMUP_NS", WARMUP_NS)
+    monkeypatch.setattr(stream, "WARMUP_BINS", 0)
+
+
+def in_windows(samples: Samples, window_ns: int) -> Iterator[Batch]:
+    """The batches of `samples`, cut anew every `window_ns`."""
+    for nodes, batches in groupby(samples.batches(), lambda batch: batch.nodes):
+        rows = pl.concat([batch.rows for batch in batches])
+        begin_ns = int(rows.select(pl.col("t_ns").min()).item())
+        windows = rows.with_columns(window=(pl.col("t_ns") - begin_ns) // window_ns)
+        for (number,), part in sorted(
+            windows.partition_by("window", as_dict=True, include_key=False).items()
+        ):
+            yield Batch(nodes, begin_ns + (int(number) + 1) * window_ns, part)
+
+
+def same_in_windows(recording: Recording, window_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = analysis.measure(recording)[0]
+    assert whole.filter(pl.col("level") == "flow").height > 20
+    for length_ns in window_ns:
+        with monkeypatch.context() as patched:
+            again = list(in_windows(recording.samples, length_ns))
+            patched.setattr(recording.samples, "batches", lambda again=again: again)
+            assert_frame_equal(analysis.measure(recording)[0], whole, check_exact=True)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "workload"),
+    [
+        ("healthy", "dp-tree"),
+        ("healthy", "megatron"),
+        ("healthy", "moe-alltoall"),
+        ("lossy-link", "dp"),
+        ("hang-inside", "fsdp"),
+        ("nic-slow", "moe"),
+    ],
+)
+@pytest.mark.usefixtures("short_warmup")
+def test_streaming_is_batch_on_simulated_jobs(
+    scenario: str, workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulate(scenario, tmp_path / "r", seed=7, nodes=4, gpus=2, workload=workload, seconds=0.3)
+    same_in_windows(load([tmp_path / "r"]), [100_000_000, 7_000_000, 1_100_000], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "fault", [None, Fault("egress", 1, 1.0), Fault("loss", 0, 0.02), Fault("stop", 2, at=20)]
+)
+@pytest.mark.parametrize("kinds", [("AllReduce",), ("AllReduce", "AllReduce", "Group")])
+@pytest.mark.usefixtures("short_warmup")
+def test_streaming_is_batch_where_queue_pairs_carry_both_ways(
+    fault: Fault | None, kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = recordings.run(steps=12, fault=fault, kinds=kinds, seed=3)
+    same_in_windows(Recording(recordings.tables(job)), [500_000_000, 30_000_000, 1_000_000], monkeypatch)
+
+
+@pytest.mark.usefixtures("short_warmup")
+def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = []
+    real = stream.Cutter.feed
+
+    def feed(self: stream.Cutter, window: pl.DataFrame, until_ns: int) -> None:
+        real(self, window, until_ns)
+        kept.append(len(self._curves.t_ns) + len(self._pool.key))
+
+    job = recordings.run(steps=40, seed=1)
+    recording = Recording(recordings.tables(job))
+    again = list(in_windows(recording.samples, 20_000_000))
+    lives = recording.lives
+    rows = attribute.samples(recording, lives)
+    flows = attribute.flows(recording, lives, rows)
+    monkeypatch.setattr(stream.Cutter, "feed", feed)
+    one_node = [batch for batch in again if batch.nodes == again[0].nodes]
+    operators = segment.program(recording["ops"])
+    list(stream.segment(one_node, flows, *operators, attribute.covered(recording, rows)))
+    assert len(kept) > 40
+    assert max(kept[len(kept) // 4 :]) <= 1.2 * max(kept[: len(kept) // 4])
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=60))
+@settings(deadline=None, max_examples=60)
+def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]]) -> None:
+    t_ns, net = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    expected: dict[int, int] = {}
+    for at, size in rows:
+        expected[at] = expected.get(at, 0) + size
+    retx, ctl = net * 2, net * 3
+    end = in_time_order(t_ns, net, retx, ctl, 0, len(rows), np.empty((2, len(rows)), np.int64))
+    assert dict(zip(t_ns[:end].tolist(), net[:end].tolist(), strict=True)) == expected
+    assert t_ns[:end].tolist() == sorted(expected)
+    assert (retx[:end] == net[:end] * 2).all()
+    assert (ctl[:end] == net[:end] * 3).all()
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.floats(0, 1))
+@settings(deadline=None, max_examples=100)
+def test_order_statistics_are_those_of_sorting(values: list[int], share: float) -> None:
+    array = np.array(values, np.int64)
+    place = int(share * (len(values) - 1))
+    assert selected(array.copy(), len(values), place) == sorted(values)[place]
+    falling = sorted(values, reverse=True)
+    reached = np.cumsum(falling) >= share * sum(values)
+    assert weighted(array.copy(), len(values), share * sum(values)) == falling[int(np.argmax(reached))]
