@@ -84,16 +84,21 @@ def samples(recording: Recording, lives: pl.DataFrame) -> pl.DataFrame:
 def covered(recording: Recording) -> pl.DataFrame:
     """node, nic, port, direction, from_ns, to_ns: when bytes of a port would have been seen, had there been any.
 
-    From the coverage table; where that says nothing of a port, from the first to the last sample of its node.
+    From the coverage table; where that says nothing of a port, from the first to the last sample of its node. `lossy`:
+    whether it says that samples were lost.
     """
     stated = (
         recording["coverage"]
         .drop_nulls(PORT)
         .group_by(PORT)
-        .agg(pl.col("first_ns").min().alias("from_ns"), pl.col("last_ns").max().alias("to_ns"))
+        .agg(
+            pl.col("first_ns").min().alias("from_ns"),
+            pl.col("last_ns").max().alias("to_ns"),
+            (pl.col("lost").max() > 0).fill_null(False).alias("lossy"),
+        )
     )
     ports = recording.lives.select(PORT[:-1]).unique().join(recording.samples.spans(), on="node")
-    both = pl.DataFrame({"direction": ["tx", "rx"]})
+    both = pl.DataFrame({"direction": ["tx", "rx"], "lossy": False})
     others = ports.join(both, how="cross").join(stated, on=PORT, how="anti", nulls_equal=True)
     return pl.concat([stated, others.select(stated.columns)]).sort(PORT)
 

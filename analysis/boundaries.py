@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
-from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags, drawn
+from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags, drawn, resumed
 
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
@@ -46,7 +46,7 @@ class _Curve(NamedTuple):
     """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
 
     `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
-    full bin.
+    full bin. `lossy`: whether bytes may be missing.
     """
 
     low: Floats
@@ -54,6 +54,7 @@ class _Curve(NamedTuple):
     total: float
     waited: Flags
     bin_bytes: float
+    lossy: bool
 
 
 class _Track(NamedTuple):
@@ -75,12 +76,13 @@ def learn(
     volume: Floats,
     kind: NDArray[Any],
     certain: Flags,
+    lossy: bool,
 ) -> Learned:
     """How to cut bins that begin at `t_ns`, with `total` bytes up to their ends, into operators.
 
     `volume` is what each should carry, up to a factor common to all of one `kind`, which is learned; it is that of a
     protocol where the volume is `certain`. Of the processes whose bytes these may be, the first makes the call at
-    `first_ns`, the last at `last_ns`. There is at least one bin and one operator.
+    `first_ns`, the last at `last_ns`. There is at least one bin and one operator. `lossy`: bytes may be missing.
 
     Bytes in bins that ended before an operator's call are not its own: this is what brings the cut back in step
     after a partial operator or lost samples. Where calls run ahead, the factors and the place of the first are those
@@ -96,7 +98,7 @@ def learn(
     if paced and (first_ns == last_ns).all():
         return Learned(expected, float(low[0]), True, True)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
-    curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes)
+    curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes, lossy)
     expected, track = _fit(curve, expected, kind, certain)
     return Learned(expected, float(track.starts[0]), paced, False)
 
@@ -270,6 +272,7 @@ def _trials(
     total: float,
     waited: Flags,
     bin_bytes: float,
+    lossy: bool,
     volume: Floats,
     offsets: Floats,
     factors: Floats,
@@ -286,6 +289,7 @@ def _trials(
             total,
             waited,
             bin_bytes,
+            lossy,
             volume,
             offsets[trial],
             factors[trial],
@@ -304,6 +308,7 @@ def _lay(
     total: float,
     waited: Flags,
     bin_bytes: float,
+    lossy: bool,
     volume: Floats,
     offset: float,
     factor: float,
@@ -330,7 +335,15 @@ def _lay(
         if waited[index]:
             pauses += 1
             punctual += abs(at - low[index]) <= 2 * bin_bytes
-        at, hit = drawn(silences, len(silences), -np.inf, start, volume[index] * factor)
+        size = volume[index] * factor
+        at, hit = drawn(silences, len(silences), -np.inf, start, size)
+        if lossy and not hit and index + 2 < count:
+            sizes = volume[index : index + 3]
+            again = resumed(silences, len(silences), -np.inf, start, sizes, factor, total, True)
+            if again >= 0:
+                at = again
+                jumped[index] += start + size - at
+                lost += start + size - at
         starts[index], ends[index], snapped[index] = start, at, hit
         all_hits += hit
         if start < at < total:

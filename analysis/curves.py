@@ -50,76 +50,84 @@ def table_of(flows: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], Longs]:
 
 
 @compiled
-def streams_of(
+def runs(
     flow: NDArray[np.uint64], tx: NDArray[np.uint8], keys: NDArray[np.uint64], index: Longs
-) -> Longs:
-    """Of each row the stream: twice the number of its flow in the table, and 1 more where sent; -1 of others."""
-    result = np.empty(len(flow), np.int64)
+) -> tuple[Longs, Longs]:
+    """The runs of rows of one flow and direction: stream of each, and where it begins, with the number of rows last.
+
+    A stream is twice the number of its flow in the table, and 1 more where sent; -1 of flows that are not in it.
+    """
+    count = len(flow)
+    streams, begin = np.empty(64, np.int64), np.empty(65, np.int64)
+    number = 0
     mask = len(keys) - 1
-    last, number = np.uint64(0), np.int64(-2)
-    for row in range(len(flow)):
-        if flow[row] != last or number == -2:
-            last = flow[row]
-            at = np.int64(last & np.uint64(mask))
-            while index[at] >= 0 and keys[at] != last:
-                at = (at + 1) & mask
-            number = index[at]
-        result[row] = 2 * number + tx[row] if number >= 0 else -1
-    return result
-
-
-@compiled
-def add_totals(
-    totals: Longs,
-    stream: Longs,
-    t_ns: Longs,
-    bin_ns: NDArray[np.uint32],
-    sent: Longs,
-    retx: Longs,
-    ctl: NDArray[np.uint32],
-) -> None:
-    """Adds rows to the `totals` of their streams, [streams, TOTALS]."""
-    for row in range(len(stream)):
-        number = stream[row]
-        if number < 0:
+    for row in range(count):
+        if row and flow[row] == flow[row - 1] and tx[row] == tx[row - 1]:
             continue
-        if totals[number, ROWS] == 0 or t_ns[row] < totals[number, FIRST_NS]:
-            totals[number, FIRST_NS] = t_ns[row]
-        if totals[number, ROWS] == 0 or t_ns[row] > totals[number, LAST_NS]:
-            totals[number, LAST_NS] = t_ns[row]
-        if sent[row] > 0 and (totals[number, BYTES] == 0 or t_ns[row] < totals[number, FIRST_BYTE_NS]):
-            totals[number, FIRST_BYTE_NS] = t_ns[row]
-        totals[number, ROWS] += 1
-        totals[number, BYTES] += sent[row]
-        totals[number, RETX] += retx[row]
-        totals[number, CTL] += ctl[row]
-        totals[number, BIN_NS] = max(totals[number, BIN_NS], np.int64(bin_ns[row]))
+        if number == len(streams):
+            streams, begin = np.append(streams, streams), np.append(begin, begin)
+        at = np.int64(flow[row] & np.uint64(mask))
+        while index[at] >= 0 and keys[at] != flow[row]:
+            at = (at + 1) & mask
+        streams[number] = 2 * index[at] + tx[row] if index[at] >= 0 else -1
+        begin[number] = row
+        number += 1
+    begin[number] = count
+    return streams[:number], begin[: number + 1]
 
 
 @compiled
 def joined(
     curves: Curves,
     begun: NDArray[np.bool_],
+    totals: Longs,
     group_of: Longs,
-    stream: Longs,
+    streams: Longs,
+    run: Longs,
     t_ns: Longs,
+    bin_ns: NDArray[np.uint32],
     sent: Longs,
     retx: Longs,
     ctl: NDArray[np.uint32],
 ) -> Curves:
-    """`curves` with the rows of a window added to those of the group (or -1) of their stream.
+    """`curves` with the rows of a window added to those of the group (or -1) of their stream, and to its `totals`.
 
-    A group has `begun` with its first byte; rows before that are left out.
+    `streams` and `run` are as `runs` gives them, `totals` is [streams, TOTALS]. A group has `begun` with its first
+    byte; rows before that are left out.
     """
     groups = len(curves.begin)
     size = curves.end - curves.begin
-    carried = begun.copy()
-    for row in range(len(stream)):
-        if stream[row] >= 0 and group_of[stream[row]] >= 0 and sent[row] > 0:
-            carried[group_of[stream[row]]] = True
-    for row in range(len(stream)):
-        if stream[row] >= 0 and group_of[stream[row]] >= 0 and carried[group_of[stream[row]]]:
-            size[group_of[stream[row]]] += 1
+    moves = begun.copy()
+    for number in range(len(streams)):
+        if streams[number] < 0:
+            continue
+        of = totals[streams[number]]
+        before = of[BYTES]
+        first, last = run[number], run[number + 1]
+        if of[ROWS] == 0:
+            of[FIRST_NS] = t_ns[first]
+        bytes_of, retx_of, ctl_of = 0, 0, 0
+        for row in range(first, last):
+            bytes_of += sent[row]
+            retx_of += retx[row]
+            ctl_of += ctl[row]
+        of[ROWS] += last - first
+        of[BYTES] += bytes_of
+        of[RETX] += retx_of
+        of[CTL] += ctl_of
+        of[FIRST_NS] = min(of[FIRST_NS], t_ns[first])
+        of[LAST_NS] = max(of[LAST_NS], t_ns[last - 1])
+        of[BIN_NS] = max(of[BIN_NS], np.int64(bin_ns[first]))
+        if bytes_of and group_of[streams[number]] >= 0:
+            moves[group_of[streams[number]]] = True
+        if bytes_of:
+            row = first
+            while sent[row] == 0:
+                row += 1
+            of[FIRST_BYTE_NS] = min(of[FIRST_BYTE_NS], t_ns[row]) if before else t_ns[row]
+    for number in range(len(streams)):
+        if streams[number] >= 0 and group_of[streams[number]] >= 0 and moves[group_of[streams[number]]]:
+            size[group_of[streams[number]]] += run[number + 1] - run[number]
     end = np.cumsum(size)
     begin = end - size
     count = end[-1] if groups else 0
@@ -133,18 +141,20 @@ def joined(
     )
     fill = new.end
     for group in range(groups):
-        for row in range(curves.begin[group], curves.end[group]):
-            at = fill[group]
-            new.t_ns[at], new.net[at] = curves.t_ns[row], curves.net[row]
-            new.retx[at], new.ctl[at] = curves.retx[row], curves.ctl[row]
-            fill[group] += 1
-    for row in range(len(stream)):
-        if stream[row] >= 0 and group_of[stream[row]] >= 0 and carried[group_of[stream[row]]]:
-            group = group_of[stream[row]]
-            at = fill[group]
+        rows = curves.end[group] - curves.begin[group]
+        here, there = slice(fill[group], fill[group] + rows), slice(curves.begin[group], curves.end[group])
+        new.t_ns[here], new.net[here] = curves.t_ns[there], curves.net[there]
+        new.retx[here], new.ctl[here] = curves.retx[there], curves.ctl[there]
+        fill[group] += rows
+    for number in range(len(streams)):
+        if streams[number] < 0 or group_of[streams[number]] < 0 or not moves[group_of[streams[number]]]:
+            continue
+        at = fill[group_of[streams[number]]]
+        for row in range(run[number], run[number + 1]):
             new.t_ns[at], new.net[at] = t_ns[row], sent[row] - retx[row]
             new.retx[at], new.ctl[at] = retx[row], np.int64(ctl[row])
-            fill[group] += 1
+            at += 1
+        fill[group_of[streams[number]]] = at
     order = np.empty((2, max(0, size.max()) if groups else 0), np.int64)
     for group in range(groups):
         new.end[group] = in_time_order(

@@ -111,13 +111,14 @@ def _of_nics(sums: pl.DataFrame, of_flow: pl.DataFrame) -> pl.DataFrame:
             pl.len().alias("peers"),
             pl.col("flows").explode().unique().sort(),
             pl.col("expected_bytes").sum(),
+            pl.col("cut_short").max(),
             pl.col("node", "pid", "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "nccl_seq").first(),
             pl.col("call_ns", "op_seq", "program_pos", "origin", "paced").first(),
         )
         .filter(pl.col("peers") > 1)
         .drop("peers")
     )
-    return sums.drop("node").join(several, on=key).with_columns(level=pl.lit("nic"))
+    return sums.drop("node", "cut_short").join(several, on=key).with_columns(level=pl.lit("nic"))
 
 
 def _timed(own: pl.DataFrame) -> pl.DataFrame:
@@ -131,7 +132,9 @@ def _timed(own: pl.DataFrame) -> pl.DataFrame:
         expected_bytes=pl.col("expected_bytes").round().cast(I64),
     )
     own = own.with_columns(
-        end_ns=pl.when(complete).then("last_byte_ns"), start_err_ns="bin_ns", end_err_ns="bin_ns"
+        end_ns=pl.when(complete | (pl.col("cut_short") == 1)).then("last_byte_ns"),
+        start_err_ns="bin_ns",
+        end_err_ns="bin_ns",
     )
     process_end = own.group_by(*PROCESS, "program_pos").agg(
         pl.when(pl.col("end_ns").count() > 0).then(pl.col("end_ns").max()).alias("op_end_ns")

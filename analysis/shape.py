@@ -23,6 +23,7 @@ WHOLE = (
     "bytes",
     "retx_bytes",
     "ctl_packets",
+    "cut_short",
     "start_ns",
     "last_byte_ns",
     "active_ns",
@@ -41,13 +42,13 @@ REAL = ("active_gbps", "peak_gbps", "max_gbps", "p95_gbps", "wmed_gbps", "bin_cv
 def shape(
     t_ns: Longs, net: Longs, bin_ns: int, window_bytes: float, whole: Longs, real: Floats, scratch: Longs
 ) -> None:
-    """Fills the columns WHOLE, but for the first three, and REAL of bins that begin at `t_ns` with `net` > 0 bytes.
+    """Fills the columns WHOLE, but for the first four, and REAL of bins that begin at `t_ns` with `net` > 0 bytes.
 
     Times are 1.0-based on nothing but the bins: `active_ns` counts bins of at least ACTIVE_SHARE of the 95th
     percentile, silences are whole bins without a byte. `bin_cv` is of the interior, as the first and last bin are cut
     by when the operator happened to begin and end. `scratch` is as long as the bins at least.
     """
-    whole[3:] = NOTHING
+    whole[4:] = NOTHING
     real[:] = np.nan
     count = len(t_ns)
     if count == 0:
@@ -73,21 +74,21 @@ def shape(
         if gap <= 0:
             continue
         gaps += gap
-        if whole[7] == NOTHING:
-            whole[7] = t_ns[row] - gap
+        if whole[8] == NOTHING:
+            whole[8] = t_ns[row] - gap
         if gap >= STALL_SHARE * span and gap >= STALL_BINS * bin_ns:
             stalls += 1
             stalled += gap
-            if whole[10] == NOTHING:
-                whole[10], whole[11], whole[12] = t_ns[row] - gap, gap, before
+            if whole[11] == NOTHING:
+                whole[11], whole[12], whole[13] = t_ns[row] - gap, gap, before
     high = selected(scratch, count, int((count - 1) * 0.95 + 0.5))
     active, active_bytes = 0, 0
     for row in range(count):
         if net[row] >= ACTIVE_SHARE * high:
             active += 1
             active_bytes += net[row]
-    whole[3], whole[4] = t_ns[0], t_ns[count - 1] + bin_ns
-    whole[5], whole[6], whole[8], whole[9] = active * bin_ns, gaps, stalls, stalled
+    whole[4], whole[5] = t_ns[0], t_ns[count - 1] + bin_ns
+    whole[6], whole[7], whole[9], whole[10] = active * bin_ns, gaps, stalls, stalled
     real[0] = active_bytes * gbps / active
     real[1] = (second if second else most) * gbps
     real[2], real[3] = most * gbps, high * gbps

@@ -72,7 +72,9 @@ class Cutter:
     def __init__(
         self, flows: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame, covered: pl.DataFrame
     ) -> None:
-        self._volumes = Volumes(operators, sent, covered)
+        # Most calls are of communicators inside a node.
+        here = pl.col("comm_id").is_in(flows["comm_id"].drop_nulls().unique().implode())
+        self._volumes = Volumes(operators.filter(here), sent, covered)
         self._flows = flows["flow"]
         self._groups, self._group_of = _groups(flows)
         self._table = curves.table_of(self._flows.to_numpy())
@@ -83,6 +85,8 @@ class Cutter:
         self._begun = np.zeros(count, np.bool_)
         self._curves = curves.no_curves(count)
         self._calls, self._rules, self._state = walk.nothing_known(count)
+        lossy = self._groups.join(covered.filter("lossy"), on=PORT, how="semi")["group"]
+        self._rules.lossy[lossy.to_numpy()] = True
         self._pool = walk.no_pool()
         # What calls and sums are numbered by.
         self._of_call = [pl.DataFrame(schema=CALLS)]
@@ -100,10 +104,21 @@ class Cutter:
         window = window.rechunk()
         t_ns, bin_ns, ctl = (window[name].to_numpy() for name in ("t_ns", "bin_ns", "ctl_packets"))
         sent, retx = (window[name].to_numpy().view(np.int64) for name in ("bytes", "retx_bytes"))
-        stream = curves.streams_of(window["flow"].to_numpy(), window["tx"].to_numpy(), *self._table)
-        curves.add_totals(self._totals, stream, t_ns, bin_ns, sent, retx, ctl)
-        self._add_unlisted(window, stream)
-        self._curves = curves.joined(self._curves, self._begun, self._group_of, stream, t_ns, sent, retx, ctl)
+        streams, begin = curves.runs(window["flow"].to_numpy(), window["tx"].to_numpy(), *self._table)
+        self._add_unlisted(window, streams, begin)
+        self._curves = curves.joined(
+            self._curves,
+            self._begun,
+            self._totals,
+            self._group_of,
+            streams,
+            begin,
+            t_ns,
+            bin_ns,
+            sent,
+            retx,
+            ctl,
+        )
         self._advance(until_ns, final=False)
 
     def finish(self) -> Segments:
@@ -118,11 +133,12 @@ class Cutter:
             self._totals_of_flows(),
         )
 
-    def _add_unlisted(self, window: pl.DataFrame, stream: Longs) -> None:
-        other = stream < 0
+    def _add_unlisted(self, window: pl.DataFrame, streams: Longs, begin: Longs) -> None:
+        other = streams < 0
         if other.any():
+            rows = np.repeat(other, np.diff(begin))
             counts = (
-                window.filter(pl.Series(other))
+                window.filter(pl.Series(rows))
                 .group_by("flow", "tx")
                 .agg(
                     pl.len().alias("rows"),
@@ -213,6 +229,7 @@ class Cutter:
                 volume[here],
                 kind[here],
                 certain[here],
+                bool(rules.lossy[group]),
             )
             expected[here] = learned.expected
             later = np.arange(begin, end)[~seen[begin:end]]

@@ -19,6 +19,9 @@ VOLUME_TOLERANCE = 0.004
 PACED_TOLERANCE = 0.02
 # Volumes are rounded to lines of this size at least, and what is smaller than so many is not told by its volume.
 ROUNDED, LINES = 128.0, 64 * 1024
+# Silences are taken for ends of operators only where fewer than this share of all places are near one.
+CHANCE = 0.1
+UNDECIDED, NOWHERE = -1.0, -2.0
 # Repeats and control packets that come so long after an operator's last new byte are not its own.
 HOLD_NS = 50_000_000
 # How far the walk along a group is: its next operator is to begin, to end, or to be told from the one that follows.
@@ -51,6 +54,7 @@ class Rules(NamedTuple):
     learned: Flags
     paced: Flags
     alone: Flags
+    lossy: Flags
     bin_ns: Longs
     window_bytes: Floats
 
@@ -59,8 +63,9 @@ class State(NamedTuple):
     """How far each group is.
 
     `op` is the next operator and `phase` says what of it is missing. `at`: where the next one begins unless its call
-    says otherwise; `end` of this one; `taken` bytes are behind, `used` of them of the first row left, and the last
-    silence before is at `quiet`; `outside`: the bytes of no operator, [groups, OUTSIDE].
+    says otherwise; `end` of this one, and whether it was `cut_short`, ended with bytes missing; `taken` bytes are
+    behind, `used` of them of the first row left, and the last silence before is at `quiet`; `outside`: the bytes of
+    no operator, [groups, OUTSIDE].
     """
 
     op: Longs
@@ -70,6 +75,7 @@ class State(NamedTuple):
     taken: Longs
     used: Longs
     quiet: Floats
+    cut_short: Flags
     outside: Longs
 
 
@@ -103,7 +109,7 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
 
     return (
         Calls(zeros(), zeros(), none, none, np.zeros(0), none),
-        Rules(flags(), flags(), flags(), zeros(), np.zeros(groups)),
+        Rules(flags(), flags(), flags(), flags(), zeros(), np.zeros(groups)),
         State(
             zeros(),
             zeros(),
@@ -112,6 +118,7 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
             zeros(),
             zeros(),
             np.full(groups, -np.inf),
+            flags(),
             np.zeros((groups, len(OUTSIDE)), np.int64),
         ),
     )
@@ -150,6 +157,39 @@ def drawn(silences: Longs, count: int, quiet: float, start: float, size: float) 
     if abs(near - end) <= reach and near > start:
         return near, True
     return end, False
+
+
+@compiled
+def resumed(
+    silences: Longs,
+    count: int,
+    quiet: float,
+    start: float,
+    sizes: Floats,
+    factor: float,
+    total: float,
+    final: bool,
+) -> float:
+    """Where an operator ended of which bytes are missing: the silence from which the two after it end in silences too.
+
+    `sizes` are those of the three, up to the `factor`. NOWHERE where there is none, or where silences are so many that
+    some would fit anyhow. UNDECIDED until all their bytes are there.
+    """
+    until = start + sizes.sum() * factor
+    reach = max(VOLUME_TOLERANCE * (until - start), ROUNDED)
+    if total <= until + reach and not final:
+        return UNDECIDED
+    first, last = np.searchsorted(silences[:count], np.array([start + 1.0, until]))
+    if (last - first) * 2 * reach > CHANCE * (until - start):
+        return NOWHERE
+    for number in range(last - 1, first - 1, -1):
+        at = float(silences[number])
+        if at >= start + sizes[0] * factor:
+            continue
+        following, hit = drawn(silences, count, quiet, at, sizes[1] * factor)
+        if hit and drawn(silences, count, quiet, following, sizes[2] * factor)[1]:
+            return at
+    return NOWHERE
 
 
 @compiled
@@ -316,6 +356,8 @@ def walk(
                             row += 1
                     window = rules.window_bytes[group]
                     shape(bins_ns[:filled], bins[:filled], bin_ns, window, whole, real, scratch)
+                    whole[3] = np.int64(state.cut_short[group])
+                    state.cut_short[group] = False
                     out += 1
                     state.op[group] = op + 1
                     state.phase[group] = BEGIN
@@ -341,7 +383,16 @@ def walk(
             ends = state.at[group] + size_of
             if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
                 break
-            near, _ = drawn(silences, silent, state.quiet[group], state.at[group], size_of)
+            quiet, start_of = state.quiet[group], state.at[group]
+            near, hit = drawn(silences, silent, quiet, start_of, size_of)
+            if rules.lossy[group] and not hit and not rules.alone[group] and state.op[group] + 2 < last_op:
+                sizes = calls.expected[state.op[group] : state.op[group] + 3]
+                again = resumed(silences, silent, quiet, start_of, sizes, 1.0, float(total), final)
+                if again == UNDECIDED:
+                    break
+                if again >= 0:
+                    near = again
+                    state.cut_short[group] = True
             state.end[group] = ends if rules.alone[group] else near
             state.at[group] = near
             state.phase[group] = FOLLOW

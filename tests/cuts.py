@@ -10,14 +10,15 @@ from pulse_bpf.analysis.curves import Curves, Floats, Longs
 
 
 def cut(
-    t_ns: Longs, net: Longs, bin_ns: int, call_ns: Longs, volume: Floats, kind: Longs
+    t_ns: Longs, net: Longs, bin_ns: int, call_ns: Longs, volume: Floats, kind: Longs, lossy: bool = False
 ) -> tuple[Learned, Longs]:
     """What is learned of the curve, and the bytes that each operator, called at `call_ns`, got of it."""
     count = len(call_ns)
     certain = np.zeros(count, np.bool_)
-    learned = boundaries.learn(t_ns, np.cumsum(net), bin_ns, call_ns, call_ns, volume, kind, certain)
+    learned = boundaries.learn(t_ns, np.cumsum(net), bin_ns, call_ns, call_ns, volume, kind, certain, lossy)
     _, rules, state = walk.nothing_known(1)
     rules.learned[:], rules.bin_ns[:] = True, bin_ns
+    rules.lossy[:] = lossy
     rules.paced[:], rules.alone[:], state.at[:] = learned.paced, learned.alone, learned.at
     one = np.array([count])
     sums = np.full(count, -1)

@@ -28,3 +28,20 @@ def test_operators_are_cut_by_volume_whenever_they_were_called(ahead: bool) -> N
     assert learned.paced == (not ahead)
     assert learned.expected.tolist() == volume.tolist()
     assert found.tolist() == volume.tolist()
+
+
+def test_lost_samples_do_not_shift_what_follows() -> None:
+    """Calls run ahead, so only the silences after them tell which operator lost bytes."""
+    rng = np.random.default_rng(4)
+    bins = rng.integers(30, 300, 40)
+    begin = np.cumsum(bins + 6) - bins
+    t_ns = np.concatenate([b + np.arange(n) for b, n in zip(begin, bins, strict=True)]) * BIN_NS
+    owner = np.repeat(np.arange(40), bins)
+    call_ns = (begin[0] - 1) * BIN_NS + np.arange(40) * 1000
+    seen = ~((owner == 17) & (t_ns >= t_ns[owner == 17][10]) & (t_ns <= t_ns[owner == 17][25]))
+    net = np.full(int(seen.sum()), 4096)
+    volume = bins * 4096.0
+    _, found = cut(t_ns[seen], net, BIN_NS, call_ns, volume, np.zeros(40, np.int64), lossy=True)
+    assert found.tolist() == (np.bincount(owner[seen]) * 4096).tolist()
+    _, shifted = cut(t_ns[seen], net, BIN_NS, call_ns, volume, np.zeros(40, np.int64))
+    assert shifted[17] == volume[17]  # with bytes of the next

@@ -98,13 +98,11 @@ def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.Monke
     job = recordings.run(steps=40, seed=1)
     recording = Recording(recordings.tables(job))
     again = list(in_windows(recording.samples, 20_000_000))
-    lives = recording.lives
-    rows = attribute.samples(recording, lives)
-    flows = attribute.flows(recording, lives, rows)
+    flows = attribute.flows(recording)
     monkeypatch.setattr(stream.Cutter, "feed", feed)
     one_node = [batch for batch in again if batch.nodes == again[0].nodes]
     operators = segment.program(recording["ops"])
-    list(stream.segment(one_node, flows, *operators, attribute.covered(recording, rows)))
+    list(stream.segment(one_node, flows, *operators, attribute.covered(recording)))
     assert len(kept) > 40
     assert max(kept[len(kept) // 4 :]) <= 1.2 * max(kept[: len(kept) // 4])
 
