@@ -217,62 +217,74 @@ def _hull(low: Floats, position: Floats) -> Longs:
     return hull[:count]
 
 
-def _best(
-    curve: _Curve, volume: Floats, factors: Floats, offset: float | None = None
-) -> tuple[float, _Track]:
-    """The factor, and the track, with which operators fit the curve best."""
-    offsets, chosen = [], []
-    position = np.r_[0, np.cumsum(volume)[:-1]]
+@compiled
+def _best(curve: _Curve, volume: Floats, factors: Floats, offset: float = -1.0) -> tuple[float, _Track]:
+    """The factor, and the track, with which operators fit the curve best; `offset` where it is about known."""
+    position = np.cumsum(volume) - volume
+    offsets, chosen = np.empty(0), np.empty(0)
     for factor in factors:
-        lag = curve.low - factor * position
         # Every new maximum is a call that may have waited for all before it.
-        records = np.unique(np.maximum.accumulate(lag))[-MAX_OFFSETS:]
-        tried = records if offset is None else np.r_[offset, records[-FEW_OFFSETS:]]
-        offsets.append(np.maximum(tried, 0))
-        chosen.append(np.full(len(tried), factor))
-    tried_offsets, tried_factors = np.concatenate(offsets), np.concatenate(chosen)
-    scores, on_time, hits = _trials(*curve, volume, tried_offsets, tried_factors)
+        lag = curve.low - factor * position
+        records = _records(lag)
+        if offset < 0:
+            tried = records[-MAX_OFFSETS:]
+        else:
+            tried = np.append(np.array([offset]), records[-FEW_OFFSETS:])
+        offsets = np.append(offsets, np.maximum(tried, 0.0))
+        chosen = np.append(chosen, np.full(len(tried), factor))
+    scores, on_time, hits = _trials(curve, volume, offsets, chosen)
     # What small operators move is rounded up to whole lines.
     least = LEARNED_MARGIN if np.median(volume) > LINES else 0.0
-    margin = np.where(np.isin(tried_factors, PROTOCOLS), 0.0, least)
-    best = int(np.argmax(scores * np.sqrt((1 + hits) / (1 + hits.max())) - margin))
-    factor, track = (
-        float(tried_factors[best]),
-        _track(curve, volume, tried_offsets[best], tried_factors[best]),
-    )
-    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset is not None:
+    most, best, best_value = hits.max(), 0, -np.inf
+    for trial in range(len(offsets)):
+        value = scores[trial] * np.sqrt((1 + hits[trial]) / (1 + most))
+        if chosen[trial] not in PROTOCOLS:
+            value -= least
+        if value > best_value:
+            best, best_value = trial, value
+    factor, track = chosen[best], _track(curve, volume, offsets[best], chosen[best])
+    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset >= 0:
         return factor, track
     # Nothing waits: bytes of earlier, unseen calls may precede the first operator.
-    earliest = float(np.max(curve.low - factor * position))
-    later = curve.silences[np.searchsorted(curve.silences, earliest) :][:MAX_OFFSETS]
+    earliest = np.max(curve.low - factor * position)
+    begin = np.searchsorted(curve.silences, earliest)
+    later = curve.silences[begin : begin + MAX_OFFSETS]
     ends = factor * (position + volume)[:4]
-    moved = np.unique((later[:, None] - ends).ravel())
-    moved = moved[moved >= max(earliest, 0)]
+    moved = np.unique(np.array([silence - end for silence in later for end in ends]))
+    moved = moved[moved >= max(earliest, 0.0)]
     if len(moved):
-        scores, _, hits = _trials(*curve, volume, moved, np.full(len(moved), factor))
-        number = int(np.argmax(scores))
+        scores, _, hits = _trials(curve, volume, moved, np.full(len(moved), factor))
+        number = np.argmax(scores)
         enough = hits[number] >= track.snapped.sum()
         if enough and scores[number] >= max(SURE_HITS, track.score + CLEARLY_BETTER):
             track = _track(curve, volume, moved[number], factor)
     return factor, track
 
 
+@compiled
+def _records(lag: Floats) -> Floats:
+    """The values that exceed all before them, the first included."""
+    kept = np.empty(len(lag))
+    count = 0
+    for value in lag:
+        if count == 0 or value > kept[count - 1]:
+            kept[count] = value
+            count += 1
+    return kept[:count]
+
+
+@compiled
 def _track(curve: _Curve, volume: Floats, offset: float, factor: float) -> _Track:
     count = len(volume)
     starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
     snapped = np.zeros(count, np.bool_)
-    score, _, _ = _lay(*curve, volume, offset, factor, starts, ends, snapped, jumped)
-    return _Track(starts, ends, snapped, jumped, float(score))
+    score, _, _ = _lay(curve, volume, offset, factor, starts, ends, snapped, jumped)
+    return _Track(starts, ends, snapped, jumped, score)
 
 
 @compiled
 def _trials(
-    low: Floats,
-    silences: Longs,
-    total: float,
-    waited: Flags,
-    bin_bytes: float,
-    lossy: bool,
+    curve: _Curve,
     volume: Floats,
     offsets: Floats,
     factors: Floats,
@@ -284,12 +296,7 @@ def _trials(
     scores, on_time, hits = np.empty(trials), np.empty(trials), np.empty(trials, np.int64)
     for trial in range(trials):
         scores[trial], on_time[trial], hits[trial] = _lay(
-            low,
-            silences,
-            total,
-            waited,
-            bin_bytes,
-            lossy,
+            curve,
             volume,
             offsets[trial],
             factors[trial],
@@ -303,12 +310,7 @@ def _trials(
 
 @compiled
 def _lay(
-    low: Floats,
-    silences: Longs,
-    total: float,
-    waited: Flags,
-    bin_bytes: float,
-    lossy: bool,
+    curve: _Curve,
     volume: Floats,
     offset: float,
     factor: float,
@@ -324,7 +326,7 @@ def _lay(
     before the first, which may be of earlier calls, by half. Also the share of calls after a pause on time, and how
     many operators end in a silence.
     """
-    count = len(volume)
+    count, low, silences = len(volume), curve.low, curve.silences
     at = offset
     punctual, pauses, inside, hits, all_hits, lost = 0, 0, 0, 0, 0, 0.0
     for index in range(count):
@@ -332,64 +334,109 @@ def _lay(
         jumped[index] = start - at
         if index:
             lost += start - at
-        if waited[index]:
+        if curve.waited[index]:
             pauses += 1
-            punctual += abs(at - low[index]) <= 2 * bin_bytes
+            punctual += abs(at - low[index]) <= 2 * curve.bin_bytes
         size = volume[index] * factor
         at, hit = drawn(silences, len(silences), -np.inf, start, size)
-        if lossy and not hit and index + 2 < count:
+        if curve.lossy and not hit and index + 2 < count:
             sizes = volume[index : index + 3]
-            again = resumed(silences, len(silences), -np.inf, start, sizes, factor, total, True)
+            again = resumed(silences, len(silences), -np.inf, start, sizes, factor, curve.total, True)
             if again >= 0:
                 at = again
                 jumped[index] += start + size - at
                 lost += start + size - at
         starts[index], ends[index], snapped[index] = start, at, hit
         all_hits += hit
-        if start < at < total:
+        if start < at < curve.total:
             inside += 1
             hits += hit
     on_time = punctual / max(pauses, 1)
-    lost += max(total - at, 0.0) + 0.5 * (starts[0] - low[0])
-    lost /= max(total - low[0], 1.0)
+    lost += max(curve.total - at, 0.0) + 0.5 * (starts[0] - low[0])
+    lost /= max(curve.total - low[0], 1.0)
     within = np.searchsorted(silences, at) - np.searchsorted(silences, starts[0])
     return hits / max(min(inside, within), 4) + 0.5 * on_time - lost, on_time, all_hits
 
 
-def _refine(curve: _Curve, track: _Track, volume: Floats, kind: NDArray[Any], expected: Floats) -> Floats:
+@compiled
+def _refine(curve: _Curve, track: _Track, volume: Floats, kind: Longs, expected: Floats) -> Floats:
     """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
 
     Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left
     out of a second pass.
     """
-    ends, snapped, jumped = track.ends.copy(), track.snapped.copy(), track.jumped
-    # A host that waited made its call when all before it had ended.
-    before = np.flatnonzero(curve.waited[1:])
-    ends[before], snapped[before] = curve.low[before + 1], True
-    marks = np.flatnonzero(snapped)
-    if len(marks) < 3:
+    count = len(volume)
+    numbers = np.unique(kind)
+    which = np.searchsorted(numbers, kind)
+    rows, sizes = np.zeros((len(numbers), count)), np.empty(count)
+    number, marks, mark, broken = 0, 0, 0.0, True
+    for index in range(count):
+        if track.jumped[index] > 0 and not curve.waited[index]:
+            broken = True
+        rows[which[index], number] += expected[index]
+        end, ended = track.ends[index], track.snapped[index]
+        if index + 1 < count and curve.waited[index + 1]:
+            # A host that waited made its call when all before it had ended.
+            end, ended = curve.low[index + 1], True
+        if not ended:
+            continue
+        whole = rows[:, number].sum()
+        sizes[number] = end - mark
+        if not broken and abs(sizes[number] - whole) <= max(0.1 * whole, ROUNDED):
+            number += 1
+        if number < count:
+            rows[:, number] = 0.0
+        mark, marks, broken = end, marks + 1, False
+    if number == 0 or marks < 3:
         return expected
-    numbers, which = np.unique(kind, return_inverse=True)
-    by_kind = np.zeros((len(volume) + 1, len(numbers)))
-    by_kind[np.arange(1, len(volume) + 1), which] = expected
-    by_kind = np.cumsum(by_kind, 0)
-    rows = by_kind[marks[1:] + 1] - by_kind[marks[:-1] + 1]
-    sizes = np.diff(ends[marks])
-    moved = np.cumsum((jumped > 0) & ~curve.waited)
-    whole = moved[marks[1:]] == moved[marks[:-1]]
-    whole &= np.abs(sizes - rows.sum(1)) <= np.maximum(0.1 * rows.sum(1), ROUNDED)
-    rows, sizes = rows[whole], sizes[whole]
-    if not len(rows):
-        return expected
+    rows, sizes = rows[:, :number], sizes[:number]
     scale = np.ones(len(numbers))
-    kept = np.ones(len(rows), bool)
+    kept = np.ones(number, np.bool_)
     for _ in range(2):
-        weight = 1e-9 * rows.max()
-        left = np.vstack([rows[kept], weight * np.eye(len(numbers))])
-        right = np.r_[sizes[kept], np.full(len(numbers), weight)]
-        scale = np.linalg.lstsq(left, right, rcond=None)[0]
-        off = np.abs(rows @ scale - sizes)
-        kept = off <= max(float(np.median(off)) * 4, 1.0)
-    # Too few bytes to be told from what is lost in the others' rounding.
-    scale[(scale < LEAST_FACTOR) | (scale > MOST_FACTOR)] = 0
-    return np.asarray(np.round(expected * scale[which], 3))
+        scale = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
+        off = _misfit(rows, sizes, scale)
+        kept = off <= max(np.median(off) * 4, 1.0)
+    refined = np.empty(count)
+    for index in range(count):
+        factor = scale[which[index]]
+        # Too few bytes to be told from what is lost in the others' rounding.
+        refined[index] = round(expected[index] * factor, 3) if LEAST_FACTOR <= factor <= MOST_FACTOR else 0.0
+    return refined
+
+
+@compiled
+def _misfit(rows: Floats, sizes: Floats, scale: Floats) -> Floats:
+    """How far each size is from the sum of its rows (one per unknown), times `scale`."""
+    off = -sizes
+    for kind in range(len(scale)):
+        off += rows[kind] * scale[kind]
+    return np.abs(off)
+
+
+@compiled
+def _least_squares(rows: Floats, sizes: Floats, weight: float) -> Floats:
+    """The scale of each kind, near 1 by a little `weight`, by which the `rows` [kind, interval] come next to `sizes`.
+
+    Modified Gram-Schmidt, as the compiler has no solver of its own.
+    """
+    kinds, count = rows.shape
+    left = np.zeros((kinds, count + kinds))
+    right = np.full(count + kinds, weight)
+    left[:, :count], right[:count] = rows, sizes
+    upper, scale = np.zeros((kinds, kinds)), np.zeros(kinds)
+    for kind in range(kinds):
+        left[kind, count + kind] = weight
+    for kind in range(kinds):
+        norm = np.sqrt((left[kind] * left[kind]).sum())
+        upper[kind, kind] = norm
+        left[kind] /= norm
+        for other in range(kind + 1, kinds):
+            upper[kind, other] = (left[kind] * left[other]).sum()
+            left[other] -= upper[kind, other] * left[kind]
+        scale[kind] = (left[kind] * right).sum()
+        right -= scale[kind] * left[kind]
+    for kind in range(kinds - 1, -1, -1):
+        for other in range(kind + 1, kinds):
+            scale[kind] -= upper[kind, other] * scale[other]
+        scale[kind] /= upper[kind, kind]
+    return scale
