@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from numba import njit
 
@@ -25,7 +25,7 @@ def compiled(function: F) -> F:
     may be, it is compiled again in each run.
     """
     try:
-        made = njit(cache=True, nogil=True)(function)
+        made: Any = njit(cache=True, nogil=True)(function)
     except RuntimeError:  # numba: no locator available
         return cast(F, njit(nogil=True)(function))
     # Numba looks only whether the file of the function has changed, not those of the functions it calls.
