@@ -9,23 +9,18 @@ from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
-from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags, drawn, resumed
+from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
+from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags
 
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
-# Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
-PROTOCOLS = (1.0, 128 / 120, 2.0)
-# How much better another multiple must do than those of the protocols.
-LEARNED_MARGIN = 0.1
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
-# How many multiples, and offsets for each, are tried, fewer once the offset is about known; and rounds of learning
-# volumes from where operators end.
-MAX_FACTORS, MAX_OFFSETS, FEW_OFFSETS, MAX_KINDS, ROUNDS = 12, 96, 16, 6, 3
+# How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
+# end.
+MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
 # Pauses between calls of this share of the longest one are those in which a host waits.
 PAUSE_SHARE = 0.25
-# Ends of operators in silences, of those that should be, from which another offset than the calls' is believed.
-SURE_HITS, CLEARLY_BETTER = 0.8, 0.2
 
 
 class Learned(NamedTuple):
@@ -40,31 +35,6 @@ class Learned(NamedTuple):
     at: float
     paced: bool
     alone: bool
-
-
-class _Curve(NamedTuple):
-    """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
-
-    `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
-    full bin. `lossy`: whether bytes may be missing.
-    """
-
-    low: Floats
-    silences: Longs
-    total: float
-    waited: Flags
-    bin_bytes: float
-    lossy: bool
-
-
-class _Track(NamedTuple):
-    """Operators laid end to end from one offset; `jumped` bytes before each belong to none. See `_lay`."""
-
-    starts: Floats
-    ends: Floats
-    snapped: Flags
-    jumped: Floats
-    score: float
 
 
 def learn(
@@ -98,7 +68,7 @@ def learn(
     if paced and (first_ns == last_ns).all():
         return Learned(expected, float(low[0]), True, True)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
-    curve = _Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes, lossy)
+    curve = Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes, lossy)
     expected, track = _fit(curve, expected, kind, certain)
     return Learned(expected, float(track.starts[0]), paced, False)
 
@@ -131,18 +101,18 @@ def _learn(
     return (factor if paced else np.ones(len(volume))), paced
 
 
-def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tuple[Floats, _Track]:
+def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tuple[Floats, Track]:
     """The bytes of each operator, and where they are in the curve of a process whose calls run ahead."""
     factors = _factors(curve, volume)
     if certain.all():
         factors = factors[(factors >= 0.9) & (factors <= 2.2)]
-    best = _best(curve, volume, factors)
+    best = best_track(curve, volume, factors)
     expected = volume * best[0]
     best, expected = _by_kind(curve, kind, expected, best)
     guessed = expected
     for _ in range(ROUNDS):
         refined = _refine(curve, best[1], volume, kind, expected)
-        again = _best(curve, refined, np.ones(1), float(best[1].starts[0]))
+        again = best_track(curve, refined, np.ones(1), float(best[1].starts[0]))
         if again[1].score < best[1].score:
             break
         settled = np.allclose(refined, expected, rtol=1e-9)
@@ -152,13 +122,13 @@ def _fit(curve: _Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> t
     unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
-        best = _best(curve, expected, np.ones(1), float(best[1].starts[0]))
+        best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
     return expected, best[1]
 
 
 def _by_kind(
-    curve: _Curve, kind: NDArray[Any], expected: Floats, best: tuple[float, _Track]
-) -> tuple[tuple[float, _Track], Floats]:
+    curve: Curve, kind: NDArray[Any], expected: Floats, best: tuple[float, Track]
+) -> tuple[tuple[float, Track], Floats]:
     """Tries another protocol for each kind of which little ends in silences."""
     numbers = np.unique(kind)
     order = np.argsort([-expected[kind == number].sum() for number in numbers])
@@ -168,14 +138,14 @@ def _by_kind(
             continue
         for factor in (PROTOCOLS[1], 1 / PROTOCOLS[1], PROTOCOLS[2], 1 / PROTOCOLS[2]):
             changed = np.where(here, expected * factor, expected)
-            again = _best(curve, changed, np.ones(1), float(best[1].starts[0]))
+            again = best_track(curve, changed, np.ones(1), float(best[1].starts[0]))
             enough = again[1].snapped[here].sum() >= max(2, 0.5 * here.sum())
             if enough and again[1].score > best[1].score + 0.01:
                 best, expected = again, changed
     return best, expected
 
 
-def _factors(curve: _Curve, volume: Floats) -> Floats:
+def _factors(curve: Curve, volume: Floats) -> Floats:
     """Multiples of the volumes worth a trial.
 
     A call made when all before it are done sits where these end. Calls made ahead sit earlier in the bytes, so
@@ -218,148 +188,7 @@ def _hull(low: Floats, position: Floats) -> Longs:
 
 
 @compiled
-def _best(curve: _Curve, volume: Floats, factors: Floats, offset: float = -1.0) -> tuple[float, _Track]:
-    """The factor, and the track, with which operators fit the curve best; `offset` where it is about known."""
-    position = np.cumsum(volume) - volume
-    offsets, chosen = np.empty(0), np.empty(0)
-    for factor in factors:
-        # Every new maximum is a call that may have waited for all before it.
-        lag = curve.low - factor * position
-        records = _records(lag)
-        if offset < 0:
-            tried = records[-MAX_OFFSETS:]
-        else:
-            tried = np.append(np.array([offset]), records[-FEW_OFFSETS:])
-        offsets = np.append(offsets, np.maximum(tried, 0.0))
-        chosen = np.append(chosen, np.full(len(tried), factor))
-    scores, on_time, hits = _trials(curve, volume, offsets, chosen)
-    # What small operators move is rounded up to whole lines.
-    least = LEARNED_MARGIN if np.median(volume) > LINES else 0.0
-    most, best, best_value = hits.max(), 0, -np.inf
-    for trial in range(len(offsets)):
-        value = scores[trial] * np.sqrt((1 + hits[trial]) / (1 + most))
-        if chosen[trial] not in PROTOCOLS:
-            value -= least
-        if value > best_value:
-            best, best_value = trial, value
-    factor, track = chosen[best], _track(curve, volume, offsets[best], chosen[best])
-    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset >= 0:
-        return factor, track
-    # Nothing waits: bytes of earlier, unseen calls may precede the first operator.
-    earliest = np.max(curve.low - factor * position)
-    begin = np.searchsorted(curve.silences, earliest)
-    later = curve.silences[begin : begin + MAX_OFFSETS]
-    ends = factor * (position + volume)[:4]
-    moved = np.unique(np.array([silence - end for silence in later for end in ends]))
-    moved = moved[moved >= max(earliest, 0.0)]
-    if len(moved):
-        scores, _, hits = _trials(curve, volume, moved, np.full(len(moved), factor))
-        number = np.argmax(scores)
-        enough = hits[number] >= track.snapped.sum()
-        if enough and scores[number] >= max(SURE_HITS, track.score + CLEARLY_BETTER):
-            track = _track(curve, volume, moved[number], factor)
-    return factor, track
-
-
-@compiled
-def _records(lag: Floats) -> Floats:
-    """The values that exceed all before them, the first included."""
-    kept = np.empty(len(lag))
-    count = 0
-    for value in lag:
-        if count == 0 or value > kept[count - 1]:
-            kept[count] = value
-            count += 1
-    return kept[:count]
-
-
-@compiled
-def _track(curve: _Curve, volume: Floats, offset: float, factor: float) -> _Track:
-    count = len(volume)
-    starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
-    snapped = np.zeros(count, np.bool_)
-    score, _, _ = _lay(curve, volume, offset, factor, starts, ends, snapped, jumped)
-    return _Track(starts, ends, snapped, jumped, score)
-
-
-@compiled
-def _trials(
-    curve: _Curve,
-    volume: Floats,
-    offsets: Floats,
-    factors: Floats,
-) -> tuple[Floats, Floats, Longs]:
-    """Score, share of pauses on time, and snapped operators of each trial (offset, factor), as `_lay` has them."""
-    trials, count = len(offsets), len(volume)
-    starts, ends, jumped = np.empty(count), np.empty(count), np.empty(count)
-    snapped = np.zeros(count, np.bool_)
-    scores, on_time, hits = np.empty(trials), np.empty(trials), np.empty(trials, np.int64)
-    for trial in range(trials):
-        scores[trial], on_time[trial], hits[trial] = _lay(
-            curve,
-            volume,
-            offsets[trial],
-            factors[trial],
-            starts,
-            ends,
-            snapped,
-            jumped,
-        )
-    return scores, on_time, hits
-
-
-@compiled
-def _lay(
-    curve: _Curve,
-    volume: Floats,
-    offset: float,
-    factor: float,
-    starts: Floats,
-    ends: Floats,
-    snapped: Flags,
-    jumped: Floats,
-) -> tuple[float, float, int]:
-    """Lays the operators end to end from `offset`, their ends drawn to silences that are near; fills the last four.
-
-    The score: operators that end in a silence, of those that end in the curve; half as much for calls after a pause
-    that find all before them done; less the share of bytes since the first call that belong to no operator, those
-    before the first, which may be of earlier calls, by half. Also the share of calls after a pause on time, and how
-    many operators end in a silence.
-    """
-    count, low, silences = len(volume), curve.low, curve.silences
-    at = offset
-    punctual, pauses, inside, hits, all_hits, lost = 0, 0, 0, 0, 0, 0.0
-    for index in range(count):
-        start = max(at, low[index])
-        jumped[index] = start - at
-        if index:
-            lost += start - at
-        if curve.waited[index]:
-            pauses += 1
-            punctual += abs(at - low[index]) <= 2 * curve.bin_bytes
-        size = volume[index] * factor
-        at, hit = drawn(silences, len(silences), -np.inf, start, size)
-        if curve.lossy and not hit and index + 2 < count:
-            sizes = volume[index : index + 3]
-            again = resumed(silences, len(silences), -np.inf, start, sizes, factor, curve.total, True)
-            if again >= 0:
-                at = again
-                jumped[index] += start + size - at
-                lost += start + size - at
-        starts[index], ends[index], snapped[index] = start, at, hit
-        all_hits += hit
-        if start < at < curve.total:
-            inside += 1
-            hits += hit
-    on_time = punctual / max(pauses, 1)
-    lost += max(curve.total - at, 0.0) + 0.5 * (starts[0] - low[0])
-    lost /= max(curve.total - low[0], 1.0)
-    within = np.searchsorted(silences, at) - np.searchsorted(silences, starts[0])
-    return hits / max(min(inside, within), 4) + 0.5 * on_time - lost, on_time, all_hits
-
-
-@compiled
-def _refine(curve: _Curve, track: _Track, volume: Floats, kind: Longs, expected: Floats) -> Floats:
+def _refine(curve: Curve, track: Track, volume: Floats, kind: Longs, expected: Floats) -> Floats:
     """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
 
     Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left

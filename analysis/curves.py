@@ -224,3 +224,26 @@ def in_time_order(
             at += 1
             t_ns[at], net[at], retx[at], ctl[at] = copy[0][row], copy[1][row], copy[2][row], copy[3][row]
     return at + 1
+
+
+@compiled
+def left(curves: Curves, needed: Longs) -> Curves:
+    """`curves` without the rows before `needed`, in memory of its own."""
+    size = curves.end - needed
+    end = np.cumsum(size)
+    count = end[-1] if len(end) else 0
+    new = Curves(
+        end - size,
+        end,
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+        np.empty(count, np.int64),
+    )
+    for group in range(len(end)):
+        here, there = slice(new.begin[group], new.end[group]), slice(needed[group], curves.end[group])
+        new.t_ns[here] = curves.t_ns[there]
+        new.net[here] = curves.net[there]
+        new.retx[here] = curves.retx[there]
+        new.ctl[here] = curves.ctl[there]
+    return new

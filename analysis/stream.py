@@ -10,8 +10,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis import boundaries, curves, walk
+from pulse_bpf.analysis import boundaries, curves, pool, walk
 from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.pool import Found
 from pulse_bpf.analysis.samples import PORT, Batch
 from pulse_bpf.analysis.segment import KEY, PROCESS, Volumes
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, weighted
@@ -87,15 +88,15 @@ class Cutter:
         self._calls, self._rules, self._state = walk.nothing_known(count)
         lossy = self._groups.join(covered.filter("lossy"), on=PORT, how="semi")["group"]
         self._rules.lossy[lossy.to_numpy()] = True
-        self._pool = walk.no_pool()
+        self._pool = pool.no_pool()
         # What calls and sums are numbered by.
         self._of_call = [pl.DataFrame(schema=CALLS)]
         self._of_sum = [pl.DataFrame(schema=SUMS)]
         self._sum_key = np.zeros(0, np.int64)
         self._sum_group = np.zeros(0, np.int64)
         self._waiting = np.zeros(0, np.int64)
-        self._found: list[walk.Found] = []
-        self._summed: list[walk.Found] = []
+        self._found: list[Found] = []
+        self._summed: list[Found] = []
 
     def feed(self, window: pl.DataFrame, until_ns: int) -> None:
         """Takes all rows (samples.BATCH) between the end of the last window and `until_ns`."""
@@ -179,17 +180,17 @@ class Cutter:
                 break
             self._learn(waiting[begins < limit_ns], limit_ns)
             waiting = waiting[begins >= limit_ns]
-        found, pool, needed = walk.walk(
+        found, bins, needed = walk.walk(
             self._curves, self._calls, self._rules, self._state, self._pool, until_ns, final
         )
-        self._curves = walk.left(self._curves, needed)
+        self._curves = curves.left(self._curves, needed)
         self._found.append(found)
         sums = self._calls.sum_of[found.number]
         np.subtract.at(self._waiting, sums[sums >= 0], 1)
         bin_ns, window_bytes = self._rules.bin_ns[self._sum_group], self._rules.window_bytes[self._sum_group]
         # A group that is yet to be learned may have a part in what the others have done with.
         open_ns = -walk.NEVER if len(waiting) else until_ns - walk.HOLD_NS
-        summed, self._pool = walk.sums(pool, self._waiting, bin_ns, window_bytes, open_ns)
+        summed, self._pool = pool.sums(bins, self._waiting, bin_ns, window_bytes, open_ns)
         self._summed.append(summed)
 
     def _learn(self, chosen: Longs, limit_ns: int) -> None:
@@ -338,7 +339,7 @@ def _directed(counts: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _frame(found: list[walk.Found], numbered: list[pl.DataFrame]) -> pl.DataFrame:
+def _frame(found: list[Found], numbered: list[pl.DataFrame]) -> pl.DataFrame:
     """What was found, with what its numbers stand for."""
     number = np.concatenate([part.number for part in found])
     whole = pl.DataFrame(np.concatenate([part.whole for part in found]), list(WHOLE))

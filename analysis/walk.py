@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
-from pulse_bpf.analysis.curves import Curves, Floats, Longs, in_time_order
+from pulse_bpf.analysis.curves import Curves, Floats, Longs
+from pulse_bpf.analysis.pool import Found, Pool
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, shape
 
 Flags = NDArray[np.bool_]
@@ -79,24 +80,6 @@ class State(NamedTuple):
     outside: Longs
 
 
-class Found(NamedTuple):
-    """Operators that were cut out: what they are of, and their columns WHOLE and REAL of shape.py."""
-
-    number: Longs
-    whole: Longs
-    real: Floats
-
-
-class Pool(NamedTuple):
-    """Bins of operators that are to be summed over the peers of a NIC, `key` as Calls.sum_of says."""
-
-    key: Longs
-    t_ns: Longs
-    net: Longs
-    retx: Longs
-    ctl: Longs
-
-
 def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
     """Of so many groups no call, no rule, and no step made."""
     none = np.zeros(0, np.int64)
@@ -122,12 +105,6 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
             np.zeros((groups, len(OUTSIDE)), np.int64),
         ),
     )
-
-
-def no_pool() -> Pool:
-    """A pool without a row."""
-    nothing = np.zeros(0, np.int64)
-    return Pool(nothing, nothing, nothing, nothing, nothing)
 
 
 @compiled
@@ -417,101 +394,3 @@ def _outside(outside: Longs, t_ns: int, size: int, retx: int, ctl: int) -> None:
     outside[RETX] += retx
     outside[CTL] += ctl
     outside[LAST_NS] = max(outside[LAST_NS], t_ns)
-
-
-@compiled
-def left(curves: Curves, needed: Longs) -> Curves:
-    """`curves` without the rows before `needed`, in memory of its own."""
-    size = curves.end - needed
-    end = np.cumsum(size)
-    count = end[-1] if len(end) else 0
-    new = Curves(
-        end - size,
-        end,
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-    )
-    for group in range(len(end)):
-        here, there = slice(new.begin[group], new.end[group]), slice(needed[group], curves.end[group])
-        new.t_ns[here] = curves.t_ns[there]
-        new.net[here] = curves.net[there]
-        new.retx[here] = curves.retx[there]
-        new.ctl[here] = curves.ctl[there]
-    return new
-
-
-@compiled
-def sums(pool: Pool, waiting: Longs, bin_ns: Longs, window_bytes: Floats, open_ns: int) -> tuple[Found, Pool]:
-    """The bins in `pool` of each key added up, and the rest of the pool.
-
-    Keys that groups are `waiting` to add to, or that have bins from `open_ns` on, are left in the pool.
-    """
-    keys = len(waiting)
-    whole_keys = waiting == 0
-    for row in range(len(pool.key)):
-        if pool.t_ns[row] >= open_ns:
-            whole_keys[pool.key[row]] = False
-    size = np.zeros(keys + 1, np.int64)
-    kept = 0
-    for row in range(len(pool.key)):
-        if whole_keys[pool.key[row]]:
-            size[pool.key[row]] += 1
-        else:
-            kept += 1
-    end = np.cumsum(size)
-    count = end[-1]
-    fill = end - size
-    t_ns, net = np.empty(count, np.int64), np.empty(count, np.int64)
-    retx, ctl = np.empty(count, np.int64), np.empty(count, np.int64)
-    rest = Pool(
-        np.empty(kept, np.int64),
-        np.empty(kept, np.int64),
-        np.empty(kept, np.int64),
-        np.empty(kept, np.int64),
-        np.empty(kept, np.int64),
-    )
-    kept = 0
-    for row in range(len(pool.key)):
-        key = pool.key[row]
-        if whole_keys[key]:
-            at = fill[key]
-            fill[key] += 1
-            t_ns[at], net[at], retx[at], ctl[at] = (
-                pool.t_ns[row],
-                pool.net[row],
-                pool.retx[row],
-                pool.ctl[row],
-            )
-        else:
-            rest.key[kept], rest.t_ns[kept], rest.net[kept] = key, pool.t_ns[row], pool.net[row]
-            rest.retx[kept], rest.ctl[kept] = pool.retx[row], pool.ctl[row]
-            kept += 1
-    number = np.flatnonzero(size)
-    found = Found(number, np.zeros((len(number), len(WHOLE)), np.int64), np.empty((len(number), len(REAL))))
-    longest = size.max() if keys else 0
-    order, scratch = np.empty((2, longest), np.int64), np.empty(longest, np.int64)
-    for index in range(len(number)):
-        key = number[index]
-        begin = end[key] - size[key]
-        stop = in_time_order(t_ns, net, retx, ctl, begin, end[key], order)
-        filled = begin
-        whole = found.whole[index]
-        for row in range(begin, stop):
-            whole[0] += net[row] + retx[row]
-            whole[1] += retx[row]
-            whole[2] += ctl[row]
-            if net[row] > 0:
-                t_ns[filled], net[filled] = t_ns[row], net[row]
-                filled += 1
-        shape(
-            t_ns[begin:filled],
-            net[begin:filled],
-            bin_ns[key],
-            window_bytes[key],
-            whole,
-            found.real[index],
-            scratch,
-        )
-    return found, rest

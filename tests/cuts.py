@@ -7,6 +7,7 @@ import numpy as np
 from pulse_bpf.analysis import boundaries, walk
 from pulse_bpf.analysis.boundaries import Learned
 from pulse_bpf.analysis.curves import Curves, Floats, Longs
+from pulse_bpf.analysis.pool import no_pool
 
 
 def cut(
@@ -25,6 +26,6 @@ def cut(
     calls = walk.Calls(np.zeros(1, np.int64), one, call_ns, call_ns, learned.expected, sums)
     nothing = np.zeros_like(net)
     curves = Curves(np.zeros(1, np.int64), np.array([len(net)]), t_ns, net, nothing, nothing)
-    found, _, _ = walk.walk(curves, calls, rules, state, walk.no_pool(), walk.NEVER, True)
+    found, _, _ = walk.walk(curves, calls, rules, state, no_pool(), walk.NEVER, True)
     assert found.number.tolist() == list(range(count))
     return learned, found.whole[:, 0]
