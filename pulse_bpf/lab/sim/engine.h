@@ -143,10 +143,10 @@ struct link {
     double paused, paused_since_ns; /* paused: part of the time that flow control stops it */
     int32_t *flows;                 /* those that have bytes on their way over it */
     int32_t flow_count, flow_capacity;
-    int32_t limits; /* how many of them it holds up */
-    double load;    /* what they take of it, of a switch's port */
-    uint8_t down, dirty, full;
-    uint32_t stamp; /* of the part that it was in, at `place` */
+    int32_t limits;             /* how many of them it holds up */
+    double load;                /* what they take of it, of a switch's port */
+    uint8_t down, dirty, whole; /* whole: it was in a part with a full queue */
+    uint32_t stamp;             /* of the part that it was in, at `place` */
     int32_t place;
 };
 
@@ -301,7 +301,7 @@ struct engine {
     struct meeting *meetings;
     int32_t *met; /* per communicator and rank: how many of its calls of kind LOCAL began */
     int32_t *met_first;
-    int32_t *dirty, dirty_count, share_due, full_queues;
+    int32_t *dirty, dirty_count, share_due;
     struct part *part; /* room for what sharing goes through */
     uint32_t stamp, *flow_stamps;
 };

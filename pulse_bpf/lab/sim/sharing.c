@@ -142,6 +142,7 @@ static int32_t add_link(struct engine *e, int32_t link) {
     if (l->stamp != e->stamp) {
         int stage = e->in->links[link].stage;
         int binds = part->whole || stage == SENDER || l->limits || l->load > capacity(l) * (1 + ROUNDING);
+        part->near_full |= l->whole;
         l->stamp = e->stamp;
         l->place = part->link_count++;
         part->links[l->place] = (struct shared_link){.capacity = binds ? capacity(l) : NEVER,
@@ -217,20 +218,20 @@ static int widen(struct engine *e) {
  */
 static int share_from(struct engine *e, int32_t link) {
     struct part *part = e->part;
-    int held;
-    part->whole = e->full_queues > 0;
-    for (;;) {
+    int held = 0;
+    for (part->whole = 0;; part->whole = 1) {
         e->stamp++;
-        part->flow_count = part->link_count = 0;
+        part->flow_count = part->link_count = part->near_full = 0;
         add_link(e, link);
         gather(e, SENDER);
         do {
             gather(e, SWITCH);
+            if (part->near_full && !part->whole)
+                break;
             held = share_out(part);
         } while (widen(e));
-        if (!held || part->whole)
+        if (part->whole || !(held || part->near_full))
             return held;
-        part->whole = 1;
     }
 }
 
@@ -303,7 +304,7 @@ static void tick_later(struct engine *e, int32_t flow) {
     at(e, (floor((e->now - phase) / TICK_NS) + 1) * TICK_NS + phase, DUE_TICK, flow, 0);
 }
 
-static void apply(struct engine *e, const struct part *part) {
+static void apply(struct engine *e, const struct part *part, int held) {
     for (int32_t n = 0; n < part->flow_count; n++) {
         const struct shared_flow *shared = &part->flows[n];
         struct flow *f = &e->flows[shared->flow];
@@ -323,8 +324,7 @@ static void apply(struct engine *e, const struct part *part) {
         struct link *link = &e->links[l->link];
         double until_full = (FULL_BYTES - l->queue) / l->growth;
         link->dirty = 0;
-        e->full_queues += l->full - link->full;
-        link->full = l->full;
+        link->whole = (uint8_t)held;
         if (l->stage == SENDER)
             continue;
         if (l->growth <= 0 || l->full)
@@ -342,7 +342,7 @@ void share(struct engine *e) {
             continue;
         held = share_from(e, e->dirty[n]);
         note_pauses(e, e->part, held);
-        apply(e, e->part);
+        apply(e, e->part, held);
     }
     e->dirty_count = 0;
 }

@@ -35,7 +35,7 @@ struct part {
     struct shared_link *links;
     int32_t *open; /* room for a number of each flow */
     int32_t flow_count, link_count;
-    int whole; /* all that is connected in any way */
+    int whole, near_full; /* all that is connected in any way; it was when shared last */
 };
 
 /* Sets tx, rx and bottleneck of the flows, and wanted, queue, growth and full of the links; whether full
