@@ -34,10 +34,6 @@ void dirty_link(struct engine *e, int32_t link) {
         return;
     e->links[link].dirty = 1;
     e->dirty[e->dirty_count++] = link;
-    if (!e->share_due) {
-        e->share_due = 1;
-        at(e, e->now, DUE_SHARE, 0, 0);
-    }
 }
 
 /* A flow is held up by `link` from now on, or by none. */
@@ -335,7 +331,6 @@ static void apply(struct engine *e, const struct part *part, int held) {
 }
 
 void share(struct engine *e) {
-    e->share_due = 0;
     for (int32_t n = 0; n < e->dirty_count; n++) {
         int held;
         if (!e->links[e->dirty[n]].dirty)
