@@ -102,6 +102,11 @@ void forget(struct engine *e, int32_t what, int32_t id) {
     take_out(&e->foreseen, free);
 }
 
+double next_ns(const struct engine *e) {
+    double due = e->dues.count ? e->dues.dues[0].t_ns : NEVER;
+    return e->foreseen.count && e->foreseen.dues[0].t_ns < due ? e->foreseen.dues[0].t_ns : due;
+}
+
 struct due next_due(struct engine *e) {
     int first = e->foreseen.count && (!e->dues.count || rank(&e->foreseen.dues[0]) < rank(&e->dues.dues[0]));
     struct heap *heap = first ? &e->foreseen : &e->dues;

@@ -138,9 +138,6 @@ static void handle(struct engine *e, const struct due *due) {
     case DUE_FLOW:
         flow_due(e, due->id);
         break;
-    case DUE_SHARE:
-        share(e);
-        break;
     case DUE_QUEUE:
         dirty_link(e, due->id);
         break;
@@ -294,8 +291,14 @@ void sim_run(struct inputs *in, struct outputs *out) {
     }
     at(e, 0, DUE_MILLISECOND, 0, 0);
     at(e, in->record_ns, DUE_COUNTERS, 0, 0);
-    while (e->dues.count || e->foreseen.count) {
-        struct due due = next_due(e);
+    for (;;) {
+        struct due due;
+        /* Once for all that happens at one moment. */
+        if (e->dirty_count && next_ns(e) > e->now)
+            share(e);
+        if (!e->dues.count && !e->foreseen.count)
+            break;
+        due = next_due(e);
         e->now = due.t_ns;
         out->steps++;
         handle(e, &due);

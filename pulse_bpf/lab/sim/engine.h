@@ -143,8 +143,10 @@ struct link {
     double paused, paused_since_ns; /* paused: part of the time that flow control stops it */
     int32_t *flows;                 /* those that have bytes on their way over it */
     int32_t flow_count, flow_capacity;
-    uint8_t down, dirty;
-    uint32_t stamp; /* of the sharing that it was part of, at `place` */
+    int32_t limits;             /* how many of them it holds up */
+    double load;                /* what they take of it, of a switch's port */
+    uint8_t down, dirty, whole; /* whole: it was in a part with a full queue */
+    uint32_t stamp;             /* of the part that it was in, at `place` */
     int32_t place;
 };
 
@@ -264,7 +266,6 @@ enum {
     DUE_GRANT,
     DUE_POST,
     DUE_FLOW,
-    DUE_SHARE,
     DUE_QUEUE,
     DUE_TICK,
     DUE_NAK,
@@ -299,7 +300,7 @@ struct engine {
     struct meeting *meetings;
     int32_t *met; /* per communicator and rank: how many of its calls of kind LOCAL began */
     int32_t *met_first;
-    int32_t *dirty, dirty_count, share_due;
+    int32_t *dirty, dirty_count;
     struct part *part; /* room for what sharing goes through */
     uint32_t stamp, *flow_stamps;
 };
@@ -316,6 +317,7 @@ void see(struct engine *e, int32_t nic, int32_t flow, int kind, uint64_t value);
 void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
 void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
 void forget(struct engine *e, int32_t what, int32_t id);
+double next_ns(const struct engine *e);
 struct due next_due(struct engine *e);
 
 /* meter.c */

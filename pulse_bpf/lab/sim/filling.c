@@ -1,9 +1,6 @@
 /* Max-min fair shares, first of the sender's links and then of the switches' ports with their queues. */
 #include "sharing.h"
 
-/* What adds up to a link's capacity may be more by rounding. */
-#define ROUNDING 1e-12
-
 static void settle(struct part *part, struct shared_flow *f, int stage, double rate, int32_t bottleneck) {
     int first = stage == SENDER ? 0 : f->sender_hops, last = stage == SENDER ? f->sender_hops : f->hops;
     for (int hop = first; hop < last; hop++) {
@@ -37,6 +34,8 @@ static void fill(struct part *part, int stage) {
     for (int32_t n = 0; n < part->flow_count; n++) {
         struct shared_flow *f = &part->flows[n];
         int first = stage == SENDER ? 0 : f->sender_hops, last = stage == SENDER ? f->sender_hops : f->hops;
+        if (stage == SENDER && f->known)
+            continue;
         if (stage == SENDER)
             f->tx = 0;
         else

@@ -34,10 +34,22 @@ void dirty_link(struct engine *e, int32_t link) {
         return;
     e->links[link].dirty = 1;
     e->dirty[e->dirty_count++] = link;
-    if (!e->share_due) {
-        e->share_due = 1;
-        at(e, e->now, DUE_SHARE, 0, 0);
-    }
+}
+
+/* A flow is held up by `link` from now on, or by none. */
+static void set_bottleneck(struct engine *e, struct flow *f, int32_t link) {
+    if (f->bottleneck != NONE)
+        e->links[f->bottleneck].limits--;
+    f->bottleneck = link;
+    if (link != NONE)
+        e->links[link].limits++;
+}
+
+static void set_rates(struct engine *e, struct flow *f, double tx, double rx) {
+    for (int hop = f->sender_hops; hop < f->hops; hop++)
+        e->links[f->path[hop]].load += rx - f->rx;
+    f->tx = tx;
+    f->rx = rx;
 }
 
 static void join(struct engine *e, int32_t flow) {
@@ -66,6 +78,8 @@ static void leave(struct engine *e, int32_t flow) {
         for (int n = 0; n < other->hops; n++)
             if (other->path[n] == link)
                 other->place[n] = f->place[hop];
+        if (!l->flow_count)
+            l->load = 0; /* and nothing left by rounding */
     }
 }
 
@@ -79,9 +93,9 @@ void dirty_path(struct engine *e, int32_t flow) {
     if (active && !f->active) {
         join(e, flow);
     } else if (!active && f->active) {
+        set_rates(e, f, 0, 0);
+        set_bottleneck(e, f, NONE);
         leave(e, flow);
-        f->tx = f->rx = 0;
-        f->bottleneck = NONE;
         forget(e, DUE_FLOW, flow);
     }
     f->active = (uint8_t)active;
@@ -122,40 +136,99 @@ static int32_t add_link(struct engine *e, int32_t link) {
     struct part *part = e->part;
     struct link *l = &e->links[link];
     if (l->stamp != e->stamp) {
+        int stage = e->in->links[link].stage;
+        int binds = part->whole || stage == SENDER || l->limits || l->load > capacity(l) * (1 + ROUNDING);
+        part->near_full |= l->whole;
         l->stamp = e->stamp;
         l->place = part->link_count++;
-        part->links[l->place] =
-            (struct shared_link){.capacity = capacity(l), .link = link, .stage = e->in->links[link].stage};
+        part->links[l->place] = (struct shared_link){.capacity = binds ? capacity(l) : NEVER,
+                                                     .link = link,
+                                                     .stage = (uint8_t)stage,
+                                                     .reach = binds ? BINDS : SLACK};
     }
     return l->place;
 }
 
-/* All that shares something with `link`, directly or not. */
-static struct part *connected(struct engine *e, int32_t link) {
+static void add_flow(struct engine *e, int32_t flow, int known) {
     struct part *part = e->part;
-    part->flow_count = part->link_count = 0;
-    add_link(e, link);
+    const struct flow *f = &e->flows[flow];
+    struct shared_flow *shared;
+    if (e->flow_stamps[flow] == e->stamp)
+        return;
+    e->flow_stamps[flow] = e->stamp;
+    shared = &part->flows[part->flow_count++];
+    shared->flow = flow;
+    shared->rate = f->rate;
+    shared->tx = f->tx;
+    shared->backlog = backlog_now(e, f);
+    shared->injecting = f->injecting;
+    shared->known = (uint8_t)known;
+    shared->sender_hops = known ? 0 : f->sender_hops;
+    shared->hops = 0;
+    for (int hop = known ? f->sender_hops : 0; hop < f->hops; hop++)
+        shared->links[shared->hops++] = add_link(e, f->path[hop]);
+}
+
+/* All flows of the links of a stage that may hold somebody up, and the links of these. */
+static void gather(struct engine *e, int stage) {
+    struct part *part = e->part;
     for (int32_t n = 0; n < part->link_count; n++) {
         const struct link *l = &e->links[part->links[n].link];
-        for (int32_t k = 0; k < l->flow_count; k++) {
-            int32_t flow = l->flows[k];
-            const struct flow *f = &e->flows[flow];
-            struct shared_flow *shared;
-            if (e->flow_stamps[flow] == e->stamp)
-                continue;
-            e->flow_stamps[flow] = e->stamp;
-            shared = &part->flows[part->flow_count++];
-            shared->flow = flow;
-            shared->rate = f->rate;
-            shared->backlog = backlog_now(e, f);
-            shared->injecting = f->injecting;
-            shared->hops = f->hops;
-            shared->sender_hops = f->sender_hops;
-            for (int hop = 0; hop < f->hops; hop++)
-                shared->links[hop] = add_link(e, f->path[hop]);
-        }
+        if (part->links[n].reach != BINDS || (part->links[n].stage != stage && !part->whole))
+            continue;
+        part->links[n].reach = GATHERED;
+        for (int32_t k = 0; k < l->flow_count; k++)
+            add_flow(e, l->flows[k], stage == SWITCH);
     }
-    return part;
+}
+
+/* Whether shares were reckoned without a link that has no room for them. */
+static int widen(struct engine *e) {
+    struct part *part = e->part;
+    int more = 0;
+    for (int32_t n = 0; n < part->link_count; n++)
+        part->links[n].sent = e->links[part->links[n].link].load;
+    for (int32_t n = 0; n < part->flow_count; n++) {
+        const struct shared_flow *shared = &part->flows[n];
+        for (int hop = shared->sender_hops; hop < shared->hops; hop++)
+            part->links[shared->links[hop]].sent += shared->rx - e->flows[shared->flow].rx;
+    }
+    for (int32_t n = 0; n < part->link_count; n++) {
+        struct shared_link *l = &part->links[n];
+        double room = capacity(&e->links[l->link]);
+        if (l->reach != SLACK || l->sent <= room * (1 + ROUNDING))
+            continue;
+        l->reach = BINDS;
+        l->capacity = room;
+        more = 1;
+    }
+    return more;
+}
+
+/* Shares anew what a change at `link` can reach; whether full queues hold somebody back.
+ *
+ * Max-min fair shares are those where each flow has what it wants, or a full link where none has more
+ * (Bertsekas, Gallager: Data Networks, 6.5.2). So links that had room and still have it change nobody's
+ * share; and what a sender's links give to his flows depends on nothing in the network, unless a queue is
+ * full: then whoever feeds it is held back in all that he sends, and all that is connected is looked at.
+ */
+static int share_from(struct engine *e, int32_t link) {
+    struct part *part = e->part;
+    int held = 0;
+    for (part->whole = 0;; part->whole = 1) {
+        e->stamp++;
+        part->flow_count = part->link_count = part->near_full = 0;
+        add_link(e, link);
+        gather(e, SENDER);
+        do {
+            gather(e, SWITCH);
+            if (part->near_full && !part->whole)
+                break;
+            held = share_out(part);
+        } while (widen(e));
+        if (part->whole || !(held || part->near_full))
+            return held;
+    }
 }
 
 static void account_pause(struct engine *e, int32_t link, double paused) {
@@ -194,7 +267,7 @@ static void note_pauses(struct engine *e, struct part *part, int held) {
     for (int32_t n = 0; n < part->link_count; n++) {
         struct shared_link *shared = &part->links[n];
         struct link *l = &e->links[shared->link];
-        int slow = shared->stage == SWITCH && l->factor < 1 && shared->queue > 0;
+        int slow = shared->stage == SWITCH && l->factor < 1 && shared->queue + shared->growth > 0;
         int stopped = shared->stage == SENDER && held && shared->wanted > 0;
         double paused = 0;
         if (e->in->links[shared->link].nic == NONE)
@@ -227,25 +300,27 @@ static void tick_later(struct engine *e, int32_t flow) {
     at(e, (floor((e->now - phase) / TICK_NS) + 1) * TICK_NS + phase, DUE_TICK, flow, 0);
 }
 
-static void apply(struct engine *e, const struct part *part) {
+static void apply(struct engine *e, const struct part *part, int held) {
     for (int32_t n = 0; n < part->flow_count; n++) {
         const struct shared_flow *shared = &part->flows[n];
         struct flow *f = &e->flows[shared->flow];
-        f->bottleneck = shared->bottleneck == NONE ? NONE : part->links[shared->bottleneck].link;
+        set_bottleneck(e, f, shared->bottleneck == NONE ? NONE : part->links[shared->bottleneck].link);
         if (fabs(shared->tx - f->tx) <= 1e-9 * f->tx && fabs(shared->rx - f->rx) <= 1e-9 * f->rx &&
             f->scheduled)
             continue;
         advance(e, shared->flow);
-        f->tx = shared->tx;
         /* A queue can have run empty by the rounding of the time since. */
-        f->rx = f->backlog > 0 || shared->rx < f->tx ? shared->rx : f->tx;
+        set_rates(e, f, shared->tx, f->backlog > 0 || shared->rx < shared->tx ? shared->rx : shared->tx);
         reschedule(e, shared->flow);
         if (!f->ticking && f->bottleneck != NONE && (f->backlog > 0 || f->tx > f->rx))
             tick_later(e, shared->flow);
     }
     for (int32_t n = 0; n < part->link_count; n++) {
         const struct shared_link *l = &part->links[n];
+        struct link *link = &e->links[l->link];
         double until_full = (FULL_BYTES - l->queue) / l->growth;
+        link->dirty = 0;
+        link->whole = (uint8_t)held;
         if (l->stage == SENDER)
             continue;
         if (l->growth <= 0 || l->full)
@@ -256,19 +331,13 @@ static void apply(struct engine *e, const struct part *part) {
 }
 
 void share(struct engine *e) {
-    e->share_due = 0;
-    e->stamp++;
-    for (int32_t n = 0; n < e->dirty_count; n++)
-        e->links[e->dirty[n]].dirty = 0;
     for (int32_t n = 0; n < e->dirty_count; n++) {
-        struct part *part;
         int held;
-        if (e->links[e->dirty[n]].stamp == e->stamp)
+        if (!e->links[e->dirty[n]].dirty)
             continue;
-        part = connected(e, e->dirty[n]);
-        held = share_out(part);
-        note_pauses(e, part, held);
-        apply(e, part);
+        held = share_from(e, e->dirty[n]);
+        note_pauses(e, e->part, held);
+        apply(e, e->part, held);
     }
     e->dirty_count = 0;
 }
