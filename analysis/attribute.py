@@ -5,11 +5,12 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis.bursts import bursts
-from pulse_bpf.analysis.candidates import candidates, data_directions, settle
+from pulse_bpf.analysis.candidates import candidates, data_directions
 from pulse_bpf.analysis.channels import with_channels
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import FOREVER, QP, with_owners, with_peers
 from pulse_bpf.analysis.samples import PORT
+from pulse_bpf.analysis.settling import settle
 from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
 
 # One row per life of a queue pair.
