@@ -55,6 +55,11 @@ void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t versio
     struct due due = {t_ns, e->order++, what, id, version};
     if (t_ns >= e->in->end_ns)
         return;
+    if (heap->taken) {
+        heap->taken = 0;
+        sink(heap, 0, &due);
+        return;
+    }
     if (heap->count == heap->capacity) {
         heap->capacity = heap->capacity ? 2 * heap->capacity : 4096;
         heap->dues = realloc(heap->dues, (size_t)heap->capacity * sizeof(*heap->dues));
@@ -102,17 +107,29 @@ void forget(struct engine *e, int32_t what, int32_t id) {
     take_out(&e->foreseen, free);
 }
 
-double next_ns(const struct engine *e) {
-    double due = e->dues.count ? e->dues.dues[0].t_ns : NEVER;
+static void close_up(struct heap *heap) {
+    if (heap->taken)
+        take_out(heap, 0);
+    heap->taken = 0;
+}
+
+double next_ns(struct engine *e) {
+    double due;
+    close_up(&e->dues);
+    due = e->dues.count ? e->dues.dues[0].t_ns : NEVER;
     return e->foreseen.count && e->foreseen.dues[0].t_ns < due ? e->foreseen.dues[0].t_ns : due;
 }
 
 struct due next_due(struct engine *e) {
-    int first = e->foreseen.count && (!e->dues.count || rank(&e->foreseen.dues[0]) < rank(&e->dues.dues[0]));
-    struct heap *heap = first ? &e->foreseen : &e->dues;
-    struct due due = heap->dues[0];
-    if (heap->places)
-        heap->places[due.version] = NONE;
-    take_out(heap, 0);
+    struct due due;
+    close_up(&e->dues);
+    if (e->foreseen.count && (!e->dues.count || rank(&e->foreseen.dues[0]) < rank(&e->dues.dues[0]))) {
+        due = e->foreseen.dues[0];
+        e->foreseen.places[due.version] = NONE;
+        take_out(&e->foreseen, 0);
+    } else {
+        due = e->dues.dues[0];
+        e->dues.taken = 1;
+    }
     return due;
 }

@@ -296,7 +296,7 @@ void sim_run(struct inputs *in, struct outputs *out) {
         /* Once for all that happens at one moment. */
         if (e->dirty_count && next_ns(e) > e->now)
             share(e);
-        if (!e->dues.count && !e->foreseen.count)
+        if (next_ns(e) == NEVER)
             break;
         due = next_due(e);
         e->now = due.t_ns;

@@ -253,6 +253,7 @@ struct heap {
     struct due *dues;
     int64_t count, capacity;
     int32_t *places; /* of what is foreseen, NONE: nothing is */
+    int taken;       /* the first is no more: what comes next takes its place */
 };
 
 enum {
@@ -317,7 +318,7 @@ void see(struct engine *e, int32_t nic, int32_t flow, int kind, uint64_t value);
 void at(struct engine *e, double t_ns, int32_t what, int32_t id, uint32_t version);
 void foresee(struct engine *e, double t_ns, int32_t what, int32_t id);
 void forget(struct engine *e, int32_t what, int32_t id);
-double next_ns(const struct engine *e);
+double next_ns(struct engine *e);
 struct due next_due(struct engine *e);
 
 /* meter.c */
