@@ -8,6 +8,11 @@ import shutil
 from collections.abc import Callable
 
 import pytest
+from hypothesis import settings
+
+# A slow machine is no failure: hypothesis would take an example of over 200 ms for one.
+settings.register_profile("pulse", deadline=None)
+settings.load_profile("pulse")
 
 REQUIRED = frozenset(filter(None, os.environ.get("PULSE_REQUIRE", "").split(",")))
 

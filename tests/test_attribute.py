@@ -139,7 +139,7 @@ def test_without_a_table_the_bytes_are_still_all_there(table: str) -> None:
     assert unattributed.is_empty() == (table in ("ops", "nics", "processes"))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_bytes_in_are_attributed_plus_unattributed(data: st.DataObject) -> None:
     """Whatever rows are missing from whatever table, every byte and repeat is in exactly one row."""

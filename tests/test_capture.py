@@ -18,7 +18,7 @@ from pulse_bpf.nic import pcap as pcap_records
 from pulse_bpf.nic.capture import Capture
 
 Rows = list[tuple[int, bytes, int, int, int]]
-in_one_directory = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_one_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def read(path: Path) -> tuple[Rows, str | None, Counter[str]]:

@@ -259,7 +259,7 @@ def test_device_wide_counters_have_port_0(host: Host) -> None:
 
 
 @given(st.lists(st.integers(0, 90_000_000), min_size=1, max_size=20), st.integers(0, 2**32 - 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_an_unwrapped_counter_is_the_sum_of_what_happened(steps: list[int], start: int) -> None:
     log, total, counted = CounterLog("sysfs"), start, 0
     log.add(PORT, "out_of_buffer", 0, start)
@@ -274,7 +274,7 @@ def test_an_unwrapped_counter_is_the_sum_of_what_happened(steps: list[int], star
 
 
 @given(st.binary(max_size=80))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_text_in_a_file_of_a_driver_breaks_the_reader(
     tmp_path_factory: pytest.TempPathFactory, text: bytes
 ) -> None:

@@ -302,7 +302,7 @@ def test_the_kernel_reads_all_fields_and_no_more_than_the_struct_has(release: st
     assert told >> 16 == max(ends) <= (64 if release < "2.20" else 96)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.binary(min_size=PROXY_EVENT.itemsize, max_size=PROXY_EVENT.itemsize), max_size=20), st.data()
 )

@@ -210,7 +210,7 @@ def sound() -> bytes:
         return build(Path(directory), "sound", "int call(void) { return 7; }").read_bytes()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_damaged_files_are_refused_and_nothing_else(sound: bytes, data: st.DataObject) -> None:
     content = bytearray(sound)

@@ -31,7 +31,7 @@ from pulse_bpf.nic.identity import gid_text
 from pulse_bpf.nic.importer import CaptureImporter
 from pulse_bpf.schema import empty
 
-in_one_directory = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+in_one_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 BIN_NS = 10_000_000
 COUNTS = ("bytes", "retx_bytes", "packets", "ctl_packets", "ack_packets")
 

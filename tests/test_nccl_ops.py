@@ -173,7 +173,7 @@ calls = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.lists(calls, max_size=8), max_size=5))
 def test_any_calls_in_any_batches(batches: list[list[dict[str, Any]]]) -> None:
     decoder = NcclDecoder(NODES, WALL_OFFSET_NS)

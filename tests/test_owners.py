@@ -178,7 +178,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return load([path])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_bytes_in_are_bytes_attributed_and_bytes_listed(data: st.DataObject, exchanged: Recording) -> None:
     """Whatever rows are missing: each flow has one row, and what the operators table attributes and lists is all there

@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_bpf.nic.psn import PsnHistory
@@ -50,7 +50,6 @@ def packets(stream: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
     return made
 
 
-@settings(deadline=None)
 @given(streams, st.lists(st.integers(1, 400), max_size=20))
 def test_repeats_are_those_of_the_plain_rule_however_the_packets_are_cut_into_batches(
     stream: list[tuple[int, int, int]], cuts: list[int]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from replay_recordings import COUNTS, MTU, T0_NS, counts, job, nic, queue_pair, write
 
@@ -89,7 +89,6 @@ def planner(flows: int = 2, first_psn: int = PSN_MASK - 5) -> Planner:
     return Planner(np.full(flows, first_psn), np.full(flows, -1), T0_NS, 1.0)
 
 
-@settings(deadline=None)
 @given(rows, st.integers(0, 4))
 def test_a_plan_measures_as_its_rows(drawn: list[tuple[int, ...]], cut: int) -> None:
     drawn = list({(d[0], d[1]): d for d in drawn}.values())
@@ -103,7 +102,6 @@ def test_a_plan_measures_as_its_rows(drawn: list[tuple[int, ...]], cut: int) -> 
     assert (plan.crowded_rows, plan.unrepeated_bytes) == (0, 0)
 
 
-@settings(deadline=None)
 @given(rows)
 def test_planned_messages_are_ones_that_a_card_would_send(drawn: list[tuple[int, ...]]) -> None:
     all_rows = as_rows(list({(d[0], d[1]): d for d in drawn}.values()))

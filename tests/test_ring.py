@@ -59,7 +59,7 @@ class FakeRing:
         os.pwrite(self._fd, data, at)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     start=st.sampled_from([0, 8, SIZE - 8, SIZE - 16, (1 << 40) + 24]),
     batches=st.lists(st.lists(st.sampled_from([0, DISCARDED]), max_size=12), max_size=40),

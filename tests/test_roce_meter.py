@@ -178,7 +178,7 @@ cuts = st.sampled_from([0, 0, 0, 0, 1, 4, 16, 20, 30, 40, 60])
 examples = numbers(1)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(packets, cuts), max_size=40))
 def test_any_packets_count_as_in_the_reference(
     meter: Meter, drawn: list[tuple[tuple[dict[str, Any], dict[str, Any], int], int]]

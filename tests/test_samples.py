@@ -177,7 +177,7 @@ def test_a_part_that_breaks_off_is_named_once_and_the_rest_is_read(tmp_path: Pat
     assert str(path) in recording.damaged[0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     cuts=st.lists(st.integers(0, 600), max_size=4),
     dropped=st.sets(st.sampled_from(["flow", "source", "retx_bytes", "ctl_packets", "port", "qpn"])),

@@ -82,7 +82,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(made=cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_call_ends_and_every_byte_arrives(made: Case) -> None:
     result = made.run()
     assert not np.isnan(run_programs(made.job, made.cluster, 1)).any()
@@ -208,7 +208,7 @@ def incidents(draw: st.DrawFn, made: Case) -> Incident:
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_faults_that_pass_change_times_but_not_what_arrives(data: st.DataObject) -> None:
     made = data.draw(cases())
     incident = data.draw(incidents(made))

@@ -64,7 +64,7 @@ def ends_ns(start_ns: float, work_ns: NDArray[np.float64], windows: list[tuple[f
     works=st.lists(st.integers(1, 3000), min_size=1, max_size=10),
     edges=st.lists(st.integers(200, 9000), unique=True, max_size=12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_paused_machines_stand_still_for_just_so_long(works: list[int], edges: list[int]) -> None:
     edges = sorted(edges)[: len(edges) // 2 * 2]
     windows = [(a + 0.25, b + 0.25) for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -263,7 +263,7 @@ def test_a_ring_sends_two_slices_in_each_step_and_loop(kind: Kind, size: int) ->
     phases=st.tuples(st.integers(0, 10**6), st.integers(0, 10**6)),
     bin_ns=st.sampled_from([10_000, 32_000, 100_000]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bins_are_those_of_each_nodes_clock(
     offsets: tuple[int, int], drifts: tuple[float, float], phases: tuple[int, int], bin_ns: int
 ) -> None:

@@ -156,7 +156,7 @@ def tenants(draw: st.DrawFn) -> tuple[Case, list[int], Incident]:
 
 
 @given(what=tenants())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_flows_get_their_max_min_fair_shares(what: tuple[Case, list[int], Incident]) -> None:
     """Before congestion control and full queues: what senders' links share out, then switches' ports."""
     made, flows, incident = what
@@ -268,7 +268,7 @@ def test_lost_packets_are_sent_again_with_all_after_them(loss: float, split: boo
 
 
 @given(size=st.integers(1, 300_000), loss=st.floats(0.001, 0.9), seed=st.integers(0, 1000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_short_messages_survive_any_loss(size: int, loss: float, seed: int) -> None:
     cluster = Cluster(nodes=2, gpus=1, channels=1)
     made = case(cluster, [[0, 1]], *[transfer(size, 0, 1)] * 4)

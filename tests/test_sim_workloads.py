@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from program_runs import Disagreement, run
 
@@ -234,7 +234,6 @@ def test_groups_partition_the_gpus(tensor: int, context: int, expert: int, data:
                 assert len({roles[axis][gpu] for gpu in group}) == 1
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3))
 def test_schedules_compute_and_exchange_everything(stages: int, blocks: int, chunks: int) -> None:
     batches = blocks * stages

@@ -109,7 +109,7 @@ def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.Monke
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=60))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]]) -> None:
     t_ns, net = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     expected: dict[int, int] = {}
@@ -124,7 +124,7 @@ def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=60), st.floats(0, 1))
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_order_statistics_are_those_of_sorting(values: list[int], share: float) -> None:
     array = np.array(values, np.int64)
     place = int(share * (len(values) - 1))

@@ -64,7 +64,7 @@ def test_calls_come_out_in_the_order_of_time() -> None:
     assert verbs.qp_events(events, NODES, 0)["t_ns"].to_list() == [1, 2, 3]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.binary(min_size=QP_EVENT.itemsize, max_size=QP_EVENT.itemsize),
     st.sampled_from([VerbsCall.MODIFY_QP, VerbsCall.DESTROY_QP]),
