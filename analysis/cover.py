@@ -19,6 +19,10 @@ NEAR = 0.03
 
 # Of the weight of bad cells, what must touch a machine that is at fault as a whole, in so many cells.
 TOUCHED, MIN_TOUCHING = 0.7, 15
+# When others are bad as well, most of what crosses it must be bad.
+MOSTLY = 0.6
+# Of the weight of its worst flow, what others have that count.
+PART = 0.2
 # Of what crosses that machine meanwhile, the share that is bad; and of the weight of what it sends, that of what it
 # receives, or the other way round: what goes through it is slow on both sides.
 OFTEN, BALANCED = 0.1, 0.6
@@ -174,9 +178,12 @@ def _machine(cells: pl.DataFrame) -> Cause | None:
         return None
     port = (str(nodes["node"][0]), "")
     crossing = near(cells, bad).filter(touched(Cause("node", port, port, first, second)))
-    out, into = (
-        float(bad.filter(pl.col(name) == port[0])["weight"].sum()) for name in ("src_node", "dst_node")
-    )
+    flows = bad.group_by(EDGE).agg(pl.col("weight").sum())
+    sides = [flows.filter(pl.col(name) == port[0])["weight"] for name in ("src_node", "dst_node")]
+    # Two slow ports of neighbours have one slow flow on each side of a machine.
+    if any(int((side >= PART * flows["weight"].max()).sum()) < 2 for side in sides):  # type: ignore[operator]
+        return None
+    out, into = (float(side.sum()) for side in sides)
     often = float((crossing["weight"] > 0).mean() or 0)  # type: ignore[arg-type]
     if often < OFTEN or min(out, into) < BALANCED * max(out, into):
         return None
@@ -189,9 +196,9 @@ def _alone(cells: pl.DataFrame) -> Cause:
     here, total = near(cells, bad).with_columns(bad=pl.col("weight") > 0), float(bad["weight"].sum())
     ends, covered, second = _best(here, "bad", EDGE, total)
     port, of_port, next_port = _best(here, "bad", SRC, total)
-    if of_port > SEVERAL * covered and _share(here, SRC, port, "bad") >= CONSISTENT:
+    if of_port > SEVERAL * covered and _share(here, SRC, port, "bad") > MOSTLY:
         return Cause("egress", (port[0], port[1]), None, of_port, next_port)
-    if not covered or _share(here, EDGE, ends, "bad") < CONSISTENT:
+    if not covered or _share(here, EDGE, ends, "bad") < MOSTLY:
         return Cause("network", None, None, covered, second)
     return Cause("link", (ends[0], ends[1]), (ends[2], ends[3]), covered, second)
 

@@ -16,6 +16,8 @@ LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
 # where ranks wait for each other in pairs, since lateness spreads), and be seen so often.
 COST_SHARE, OVER_NEXT, OVER_NEXT_IN_PAIRS = 0.03, 3.0, 5.0
 MIN_TIMES = 5
+# What is late for so much of the time, and so many times what the next machine is, need not be seen so often.
+CLEAR_SHARE, CLEAR_OVER, MIN_TIMES_CLEAR = 0.1, 10.0, 3
 # Clocks that are known to be so near to each other are as good as one.
 ONE_CLOCK_NS = 10_000
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
@@ -107,6 +109,7 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             pl.col("last_byte_ns").max().alias("end_ns"),
             pl.col("bin_ns").max().fill_null(0),
             (pl.col("direction") == "rx").any().alias("receives"),
+            pl.col("peer_rank").filter(pl.col("direction") == "tx").n_unique().alias("partners"),
         )
         .sort(*PROCESS, "program_pos")
         # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and
@@ -142,7 +145,10 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
         pl.col("before_ns").is_not_null(),
         pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES,
     ).filter(pl.len().over(key) > 1)
-    # Where only what is sent is seen, the end of an exchange in pairs is not.
+    # Where only what is sent is seen, the end of an exchange in pairs is not; nor what a rank waits for that passes on
+    # to one what it gets from another.
+    blind = (pl.col("kind") == "Group") & ~pl.col("receives").any().over(key)
+    together = together.filter(~(blind & (pl.col("partners") < 2)))
     seen = pl.col("receives").any().over(key) | ~pl.col("kind").is_in(IN_PAIRS)
     # In a Group a rank may have two partners and no more who must wait for it.
     ends = (
@@ -215,7 +221,8 @@ def _stands_out(costs: pl.DataFrame, window_ns: int) -> dict[str, Any] | None:
     second = int(others["cost_ns"].max() or 0)  # type: ignore[arg-type]
     over = OVER_NEXT_IN_PAIRS if worst["pairs"] > 0 else OVER_NEXT
     enough = worst["cost_ns"] >= COST_SHARE * window_ns and worst["cost_ns"] >= over * second
-    return worst if enough and worst["times"] >= MIN_TIMES else None
+    clearly = worst["cost_ns"] >= max(CLEAR_SHARE * window_ns, CLEAR_OVER * second)
+    return worst if enough and worst["times"] >= (MIN_TIMES_CLEAR if clearly else MIN_TIMES) else None
 
 
 def _finding(worst: dict[str, Any], costs: pl.DataFrame, compared: pl.DataFrame, window_ns: int) -> Finding:

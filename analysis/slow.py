@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis.cover import DST, EDGE, SRC, Cause, explain, touched
+from pulse_bpf.analysis.cover import DST, EDGE, PART, SRC, Cause, explain, touched
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Slower than its peers by this factor at least, and by this many robust deviations of all flows.
@@ -26,8 +26,6 @@ LEAST_PART = 0.02
 SMOOTHED, MIN_OPERATORS = 5, 5
 # Of an operator's time, what the flow that holds it up is busy for at least.
 MIN_BUSY = 0.6
-# Of the slowness of the slowest marked flow, what others have at least that share its queue.
-PART = 0.2
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
 OPERATOR = ["comm_id", "kind", "step"]
