@@ -301,6 +301,7 @@ def test_each_port_counts_the_packets_that_it_lost() -> None:
     assert lost.sum() == len(seen(result, Seen.NAK)) + len(seen(result, Seen.TIMEOUT))
     assert lost[1] == 0
     assert lost[2] / lost.sum() == pytest.approx(0.75, abs=0.1)
+    assert last_counters(result)["rx_errors"].tolist() == [0, 0, lost[2]]
 
 
 def test_a_lost_last_packet_waits_for_the_senders_timer() -> None:

@@ -20,7 +20,7 @@ _NAMES = (
     ("sysfs", "out_of_sequence", "naks_sent", 1),
     ("sysfs", "packet_seq_err", "naks_received", 1),
     ("sysfs", "local_ack_timeout_err", "timeouts", 1),
-    ("sysfs", "port_rcv_errors", "lost_packets", 1),
+    ("sysfs", "port_rcv_errors", "rx_errors", 1),
     ("ethtool", "rx_prio3_pause_duration", "rx_pause_ns", 1000),
     ("ethtool", "tx_prio3_pause_duration", "tx_pause_ns", 1000),
     ("ethtool", "rx_prio3_pause", "rx_pauses", 1),

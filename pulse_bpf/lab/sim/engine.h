@@ -88,7 +88,7 @@ struct PACKED counter {
     double t_ns;
     int32_t nic;
     uint64_t tx_bytes, rx_bytes, tx_pause_ns, rx_pause_ns, cnp_sent, cnp_handled, naks_sent, naks_received,
-        timeouts, lost_packets;
+        timeouts, lost_packets, rx_errors;
 };
 struct PACKED call_times {
     double call_ns, start_ns, end_ns;

@@ -177,8 +177,11 @@ static void blame(struct engine *e, const struct flow *f) {
         const struct link_in *link = &e->in->links[f->in->path[hop]];
         if ((drawn -= link->loss) >= 0)
             continue;
-        if (link->nic != NONE)
+        if (link->nic != NONE) {
             e->nics[link->nic].counters.lost_packets++;
+            /* What is damaged on its way to a switch, the switch's port counts. */
+            e->nics[link->nic].counters.rx_errors += link->stage != SENDER;
+        }
         return;
     }
 }

@@ -213,6 +213,7 @@ COUNTER = np.dtype(
         ("naks_received", "u8"),
         ("timeouts", "u8"),
         ("lost_packets", "u8"),  # on this port's own links
+        ("rx_errors", "u8"),  # those of them that were on their way to it
     ]
 )
 CALL_TIMES = np.dtype([("call_ns", "f8"), ("start_ns", "f8"), ("end_ns", "f8")])  # NaN: never

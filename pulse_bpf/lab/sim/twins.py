@@ -14,7 +14,7 @@ _ALIKE = 0.02
 # After these a job stands still, whatever it would have done.
 STOPS = ("hang", "crash", "mismatch")
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
-_COUNTERS = ("tx_pause_ns", "rx_pause_ns", "cnp_sent", "cnp_handled", "naks_sent", "timeouts", "lost_packets")
+_COUNTERS = ("tx_pause_ns", "rx_pause_ns", "cnp_sent", "cnp_handled", "naks_sent", "timeouts", "rx_errors")
 
 
 def effect(
