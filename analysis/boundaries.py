@@ -219,6 +219,8 @@ def _refine(curve: Curve, track: Track, volume: Floats, kind: Longs, expected: F
     if number == 0 or marks < 3:
         return expected
     rows, sizes = rows[:, :number], sizes[:number]
+    if rows.max() == 0:
+        return expected
     scale = np.ones(len(numbers))
     kept = np.ones(number, np.bool_)
     for _ in range(2):

@@ -57,6 +57,9 @@ def localize(
         if not found:
             asked = marks(tables["port_counters"])
             slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
+            # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
+            blind = _beside_unseen(aligned)
+            slow = [replace(item, confidence=0.4) if item.node in blind else item for item in slow]
             one_clock = same_clock(tables["nodes"])
             ranks = lags(aligned, one_clock)
             lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
@@ -106,6 +109,15 @@ def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:
     return replace(
         finding, next_check=finding.next_check.replace("NETDEV", here[0] if len(here) else "NETDEV")
     )
+
+
+def _beside_unseen(aligned: pl.DataFrame) -> set[str]:
+    """The nodes none of whose traffic was seen, by whatever name, and those that exchange data with one of them."""
+    pairs = (
+        aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0).select("node", "peer_node").unique()
+    )
+    beside = pairs.filter(~pl.col("peer_node").is_in(pairs["node"].implode()))
+    return {*beside["node"], *beside["peer_node"].drop_nulls()}
 
 
 def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:

@@ -13,9 +13,10 @@ from recordings import BIN_NS, Fault
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis import Findings, measure
-from pulse_bpf.analysis.load import Recording
+from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
 from pulse_bpf.analysis.text import render
+from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import empty
 
 SLOW = Fault("egress", 1, 1.0)
@@ -188,6 +189,35 @@ def test_without_a_whole_node_nobody_else_is_blamed(node: int) -> None:
     findings = verdict(frames)
     assert all("node1" in item for item in accused(findings))
     assert findings.verdict != "healthy"
+
+
+@pytest.mark.parametrize("tables", [("samples",), ("samples", "ops", "qps", "nics", "comms", "processes")])
+def test_beside_a_machine_of_which_nothing_was_seen_a_slow_port_is_not_certain(
+    tmp_path: Path, tables: tuple[str, ...]
+) -> None:
+    """Nor is one that is seen at its peers alone: those could be slow as well, or starved by the unseen one."""
+    simulate("nic-slow", tmp_path / "r", seed=3, nodes=4, gpus=4, seconds=0.3)
+    whole = load([tmp_path / "r"])
+    fault = json.loads((tmp_path / "r" / "truth.json").read_text())["faults"][0]
+    frames = {**whole.tables, "samples": whole["samples"]}
+    named = []
+    for node in whole["nodes"]["node"]:
+        seen = {
+            name: frame.filter(pl.col("node") != node) if name in tables else frame
+            for name, frame in frames.items()
+        }
+        findings = verdict(seen)
+        assert accused(findings) in ([], [("nic", fault["node"], None)])
+        assert findings.missing
+        named.append(bool(findings.findings))
+    assert sum(named) == 1
+
+
+def test_a_single_sample_of_each_node_is_undecided(tmp_path: Path) -> None:
+    simulate("healthy", tmp_path / "r", seed=4, nodes=4, gpus=4, seconds=0.3)
+    whole = load([tmp_path / "r"])
+    few = whole["samples"].group_by("node", maintain_order=True).head(1)
+    assert verdict({**whole.tables, "samples": few}).verdict == "undecided"
 
 
 @pytest.mark.parametrize("table", ["ops", "qps", "comms", "samples"])
