@@ -19,6 +19,8 @@ from pulse_bpf.schema import I64, SAMPLES, STR, U8, U32, U64, conform, flow_id
 
 PORT = ["node", "nic", "port", "direction"]
 ESSENTIAL = ["node", "nic", "direction", "t_ns", "bin_ns", "bytes"]
+LACKING = f"without one of {', '.join(ESSENTIAL)}, of no direction, or of a bin that lasts 0 ns"
+WAYS = ("rx", "tx")
 UNREADABLE = (pl.exceptions.PolarsError, pa.ArrowException, OSError, ValueError)
 
 # What is read of each row. `tx` is 1 of what its node sent and 0 of what it received; counts that are not known
@@ -88,7 +90,7 @@ class Samples:
     def damaged(self) -> list[str]:
         """Parts that could not be read, with the reason, and how many rows lack what they are about, as met so far."""
         count = sum(self._lacking.values())
-        rows = [f"samples: {count} rows without one of {', '.join(ESSENTIAL)}"] if count else []
+        rows = [f"samples: {count} rows {LACKING}"] if count else []
         return [*(f"{path}: {reason}" for path, reason in self._unreadable.items()), *rows]
 
     @property
@@ -208,7 +210,8 @@ class Samples:
             pl.col("flow"),
             (pl.col("direction") == "tx").cast(U8).alias("tx"),
             pl.col("t_ns", "bin_ns", "bytes"),
-            pl.col("retx_bytes", "ctl_packets").fill_null(0),
+            _repeats(),
+            pl.col("ctl_packets").fill_null(0),
         )
 
     def _whole(self, part: _Part) -> pl.DataFrame:
@@ -223,7 +226,7 @@ class Samples:
         return pl.DataFrame(schema=SAMPLES)
 
     def _complete(self, path: Path | None, rows: pl.DataFrame) -> pl.DataFrame:
-        complete = rows.drop_nulls(ESSENTIAL)
+        complete = rows.drop_nulls(ESSENTIAL).filter(pl.col("direction").is_in(WAYS), pl.col("bin_ns") > 0)
         if complete.height < rows.height:
             self._lacking[path] = rows.height - complete.height
         return complete
@@ -270,6 +273,11 @@ class Samples:
             self.unlisted = pl.concat([self.unlisted, new]).unique("flow", maintain_order=True)
 
 
+def _repeats() -> pl.Expr:
+    """Repeats are among the bytes, so never more than they."""
+    return pl.min_horizontal(pl.col("retx_bytes").fill_null(0), "bytes").alias("retx_bytes")
+
+
 def _read(path: Path) -> pl.DataFrame:
     return conform(pl.read_parquet(path, hive_partitioning=False), "samples")
 
@@ -291,6 +299,8 @@ def _by_footer(path: Path) -> _Part | None:
             constants[name] = low
     nodes = (constants["node"],) if "node" in constants else tuple(_read_nodes(path))
     plain = all(name in bounds and bounds[name][2] == 0 for name in (*ESSENTIAL, "flow"))
+    if plain:
+        plain = (bounds["bin_ns"][0] or 0) > 0 and set(bounds["direction"][:2]) <= set(WAYS)
     return _Part(path, pl.DataFrame(schema=SAMPLES), nodes, *bounds["t_ns"][:2], constants, plain)
 
 
@@ -331,8 +341,12 @@ def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
                     columns.append(pl.repeat(value or 0, len(table), dtype=dtype, eager=True))
                 elif name == "direction":
                     codes = table.column(name).combine_chunks()
-                    is_tx = np.array([word == "tx" for word in codes.dictionary.to_pylist()], np.uint8)
+                    words = codes.dictionary.to_pylist()
+                    if not set(words) <= set(WAYS):
+                        raise ValueError(f"directions {', '.join(words)}, not {', '.join(WAYS)}")
+                    is_tx = np.array([word == "tx" for word in words], np.uint8)
                     columns.append(pl.Series(is_tx[codes.indices.to_numpy()]))
                 else:
                     columns.append(pl.Series(table.column(name)).cast(dtype).fill_null(0))
-            yield pl.DataFrame(dict(zip(BATCH, columns, strict=True)))
+            rows = pl.DataFrame(dict(zip(BATCH, columns, strict=True)))
+            yield rows if "retx_bytes" in constants else rows.with_columns(_repeats())

@@ -104,9 +104,8 @@ def test_rows_that_lack_what_they_are_about_are_counted_and_dropped(
     assert loaded["samples"]["t_ns"].null_count() == 0
     missing = frames["samples"].height - loaded["samples"].height
     assert missing == -(-frames["samples"].height // 3)
-    assert loaded.damaged == [
-        f"samples: {missing} rows without one of node, nic, direction, t_ns, bin_ns, bytes"
-    ]
+    assert len(loaded.damaged) == 1
+    assert loaded.damaged[0].startswith(f"samples: {missing} rows without one of node, nic, direction, t_ns")
 
 
 def test_what_is_no_recording_is_refused_by_name(tmp_path: Path, frames: dict[str, pl.DataFrame]) -> None:

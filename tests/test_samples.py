@@ -125,6 +125,32 @@ def test_columns_of_one_value_are_what_they_were(tmp_path: Path, lacking: dict[s
     assert _read(load([_write(tmp_path / "r", [rows], _qps("a"))])).sort(pl.all()).equals(_as_batch(rows))
 
 
+@pytest.mark.parametrize("wrong", [{"bin_ns": 0}, {"direction": "aside"}, {"direction": "up"}])
+def test_rows_of_no_width_or_direction_are_counted_and_dropped(
+    tmp_path: Path, wrong: dict[str, object]
+) -> None:
+    parts = [_rows("a", 0), _rows("a", SECOND_NS, 30, **wrong)]
+    recording = load([_write(tmp_path / "r", parts, _qps("a"))])
+    assert _read(recording).sort(pl.all()).equals(_as_batch(parts[0]))
+    assert len(recording.damaged) == 1
+    assert recording.damaged[0].startswith("samples: 30 rows ")
+
+
+def test_a_part_of_which_some_rows_have_no_direction_is_damaged(tmp_path: Path) -> None:
+    aside = pl.when(pl.int_range(pl.len()) == 9).then(pl.lit("sideways")).otherwise("direction")
+    part = _rows("a", SECOND_NS).with_columns(direction=aside)
+    recording = load([_write(tmp_path / "r", [_rows("a", 0), part], _qps("a"))])
+    assert _read(recording).sort(pl.all()).equals(_as_batch(_rows("a", 0)))
+    assert ["sideways" in text for text in recording.damaged] == [True]
+
+
+def test_repeats_are_never_more_than_the_bytes_they_are_among(tmp_path: Path) -> None:
+    rows = _rows("a", 0).with_columns(retx_bytes=pl.when(pl.col("qpn") == 8).then(10**9).cast(pl.UInt64))
+    read = _read(load([_write(tmp_path / "r", [rows], _qps("a"))]))
+    assert read["bytes"].sum() == rows["bytes"].sum()
+    assert read["retx_bytes"].sum() == rows.filter(pl.col("qpn") == 8)["bytes"].sum()
+
+
 def test_a_part_that_is_there_twice_counts_once(tmp_path: Path) -> None:
     parts = [_rows("a", 0), _rows("a", SECOND_NS)]
     one = _write(tmp_path / "one", parts, _qps("a"))
