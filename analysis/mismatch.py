@@ -20,17 +20,18 @@ Longs = NDArray[np.int64]
 def find_mismatch(job: pl.DataFrame, calls_lost: bool) -> Root | None:
     """The rank, or ranks, whose n-th call on a communicator differs from that of most others; None without any.
 
-    Point-to-point calls differ by nature and are left out. Where NCCL's own number of a call is not known, calls are
-    counted, which says nothing when `calls_lost`. Between two ranks the one is right whose calls on all its
-    communicators are those of another process; else both are named.
+    Point-to-point calls differ by nature and are left out, and so are sizes on a communicator where one is unknown.
+    Where NCCL's own number of a call is not known, calls are counted, which says nothing when `calls_lost`. Between two
+    ranks the one is right whose calls on all its communicators are those of another process; else both are named.
     """
+    size = pl.when(pl.col("op_bytes").null_count().over("comm_id") == 0).then("op_bytes")
     calls = (
         job.filter(
             pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null(), ~pl.col("kind").is_in(TWO_SIDED)
         )
         .unique(["comm_id", "rank", "op_seq"])
         .sort("comm_id", "rank", "op_seq")
-        .with_columns(what=pl.struct("kind", "op_bytes").rank("dense").cast(pl.Int64))
+        .with_columns(what=pl.struct("kind", size).rank("dense").cast(pl.Int64))
     )
     numbered = pl.col("nccl_seq").null_count().over("comm_id") == 0
     known = calls.filter(numbered).with_columns(number=pl.col("nccl_seq").cast(pl.Int64))

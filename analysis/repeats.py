@@ -189,6 +189,7 @@ def _tried(calls: pl.DataFrame, lags: pl.DataFrame) -> pl.DataFrame:
             times=pl.col("times").first(),
             covers=(pl.len() / pl.col("lag").first() + 1) * took.median() / pl.col("span_ns").first(),
         )
+        .filter(pl.col("lasts_ns") > 0)
         .join(match, on="process")
     )
 

@@ -29,9 +29,9 @@ def readings(counters: pl.DataFrame) -> pl.DataFrame:
     """One row per port and interval between readings: since_ns, t_ns and how far each counter went meanwhile.
 
     Takes port_counters; only cumulative counters count. A counter that a port does not have is null, one that
-    did not change between two readings of the port 0.
+    did not change between two readings of the port 0. Values of 2^63 and more are no counts and left out.
     """
-    known = counters.filter("cumulative").with_columns(pl.col("value").cast(pl.Int64))
+    known = counters.filter("cumulative").with_columns(pl.col("value").cast(pl.Int64, strict=False))
     wide = known.pivot("counter", index=[*PORT, "t_ns"], values="value", aggregate_function="max")
     names = [name for name in wide.columns if name not in (*PORT, "t_ns")]
     return (

@@ -163,6 +163,11 @@ def test_nothing_has_no_iteration() -> None:
     assert found_in(operators_of(MEGATRON, EIGHT, FIVE)[0].clear()) is None
 
 
+def test_calls_that_are_all_made_at_one_moment_have_none() -> None:
+    operators = operators_of(MEGATRON, EIGHT, FIVE)[0]
+    assert found_in(operators.with_columns(call_ns=pl.lit(START_NS, pl.Int64))) is None
+
+
 @pytest.mark.parametrize("name", ["megatron", "fsdp", "moe"])
 def test_a_simulated_recording(name: str, tmp_path: Path) -> None:
     simulate("healthy", tmp_path / "recording", seed=1, nodes=4, gpus=4, workload=name, seconds=0.5)

@@ -83,6 +83,13 @@ def test_the_port_with_the_counts_is_named(kind: str, wrong: dict[str, int]) -> 
     assert [(item.kind, item.scope, item.node) for item in found(readings(**wrong))] == [(kind, "nic", "b")]
 
 
+def test_a_reading_that_is_no_count_is_left_out() -> None:
+    tables = readings(port_rcv_errors=1000)
+    broken = pl.when(pl.int_range(pl.len()) == 7).then(2**64 - 1).otherwise("value").cast(pl.UInt64)
+    tables["port_counters"] = tables["port_counters"].with_columns(value=broken)
+    assert [(item.node, item.kind) for item in found(tables)] == [("b", "lossy-link")]
+
+
 def test_a_few_errors_are_no_lossy_link() -> None:
     assert found(readings(port_rcv_errors=1)) == []
 

@@ -302,6 +302,20 @@ def test_the_rank_whose_call_differs_from_the_others_is_named_with_both_calls() 
     assert "ranks 0, 1, 3 call AllReduce of 122,000 bytes" in found.evidence[0].text
 
 
+def test_a_size_that_is_not_known_is_no_other_size() -> None:
+    made = calls(a="xyzxyz", b="xyzxyz", c="xyxyz", d="xyzxyz")
+    unknown = (pl.col("node") == "c") & (pl.col("op_seq") == 1)
+    alike = calls(a="xyzxyz", b="xyzxyz", c="xyzxyz", d="xyzxyz")
+    sizes = pl.when(~unknown).then("op_bytes").alias("op_bytes")
+    assert find_mismatch(alike, False) is None
+    assert find_mismatch(alike.with_columns(sizes), False) is None
+    assert find_mismatch(made.with_columns(sizes), False) is None
+    kinds = pl.when(unknown).then(pl.lit("Broadcast")).otherwise("kind").alias("kind")
+    found = find_mismatch(alike.with_columns(sizes, kinds), False)
+    assert found is not None
+    assert found.suspects == [C]
+
+
 def test_calls_are_counted_where_nccl_does_not_unless_some_were_lost() -> None:
     uncounted = calls(a="xyzwxyzw", b="yzwxyzw", c="xyzwxzw", d="xyzwxyzw").with_columns(
         nccl_seq=pl.lit(None, pl.UInt64)
