@@ -110,20 +110,6 @@ def _lost_ns(bad: pl.DataFrame) -> int:
     return int(bad.select(*OPERATOR, lost=lost).group_by(OPERATOR).agg(pl.col("lost").max())["lost"].sum())
 
 
-def _marked(cause: Cause, bad: pl.DataFrame, marks: pl.DataFrame | None) -> bool | None:
-    """Whether senders of the slow flows were asked to slow down, far more than others; None where it is unknown."""
-    if marks is None:
-        return None
-    senders = bad.filter(touched(cause)).select(node="src_node", nic="src_nic").unique()
-    counted = senders.join(marks, on=["node", "nic"])["marks"]
-    if len(counted) < senders.height:
-        return None
-    others = float(marks.join(senders, on=["node", "nic"], how="anti")["marks"].quantile(0.75) or 0.0)
-    if float(counted.max() or 0) >= MIN_MARKS + OVER_OTHERS * others:  # type: ignore[arg-type]
-        return True
-    return False if float(counted.max() or 0) < MIN_MARKS else None  # type: ignore[arg-type]
-
-
 def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
     """One row per operator (comm_id, kind, step) and flow (EDGE), in the shape `cover` wants.
 
