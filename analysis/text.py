@@ -45,7 +45,7 @@ def render(findings: Findings, most: int | None = None) -> str:
         "",
     )
     lines += [line for part in coverage["damaged_parts"] for line in _wrapped(f"damaged: {part}", "  ")]
-    return "\n".join(lines)
+    return _shown(lines)
 
 
 def explain(findings: Findings, name: str) -> str:
@@ -67,7 +67,7 @@ def explain(findings: Findings, name: str) -> str:
             f"   {flow['node']} {flow['nic']} {flow['qpn']} to {flow['peer_node']} {flow['peer_nic']}"
             for flow in finding.flows
         ]
-    return "\n".join([*lines, ""])
+    return _shown([*lines, ""])
 
 
 def _job(findings: Findings) -> list[str]:
@@ -129,6 +129,11 @@ def suspect(finding: Finding) -> str:
     if finding.scope == "node":
         return f"Node {finding.node}{rank} ({finding.kind}, cause: {finding.cause})"
     return f"No machine: {finding.scope} ({finding.kind})"
+
+
+def _shown(lines: list[str]) -> str:
+    """The lines without what would steer a terminal: names come from elsewhere."""
+    return "\n".join("".join(char if char.isprintable() else "?" for char in line) for line in lines)
 
 
 def _wrapped(text: str, lead: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from pulse_bpf import analysis
 from pulse_bpf.analysis import Findings, measure
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
-from pulse_bpf.analysis.text import render
+from pulse_bpf.analysis.text import explain, render
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import empty
 
@@ -329,6 +330,15 @@ def test_the_findings_have_the_form_of_the_contract() -> None:
     assert finding["victims"] == {"count": 3, "examples": ["node0", "node2", "node3"]}
     assert 0 < finding["confidence"] <= 1
     assert {"kind", "comm_id", "ranks", "confidence"} <= set(content["groups"][0])
+
+
+def test_names_that_would_steer_a_terminal_do_not() -> None:
+    findings = verdict(played(SLOW))
+    steering = [replace(item, node="a\x1b[31m\rb", victims=["\x07"]) for item in findings.findings]
+    changed = replace(findings, findings=steering)
+    for text in (render(changed), explain(changed, "F1")):
+        assert "a?[31m?b" in text
+        assert all(char.isprintable() for char in text.replace("\n", ""))
 
 
 @pytest.mark.parametrize("fault", [None, SLOW, Fault("hang", 1), Fault("loss", 1, 0.03, peer=2)])
