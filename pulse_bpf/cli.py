@@ -208,10 +208,9 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
 
 def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
 
 
 def _analyze(arguments: argparse.Namespace) -> int:

@@ -60,7 +60,10 @@ def test_a_finding_is_explained_with_what_was_measured(tmp_path: Path) -> None:
     assert missing.returncode == USAGE
     assert "there are F1" in missing.stderr
     assert _analyze(slow, "--top", "1").stdout.startswith("Verdict: ANOMALY")
-    assert _analyze(slow, "--top", "0").returncode == USAGE
+    for wrong in ("0", "-1", "many"):
+        refused = _analyze(slow, f"--top={wrong}")
+        assert refused.returncode == USAGE
+        assert f"--top: {wrong} is no number from 1 on" in refused.stderr
 
 
 def test_operators_are_written_as_parquet(healthy: Path, tmp_path: Path) -> None:
