@@ -106,9 +106,10 @@ def _parser() -> argparse.ArgumentParser:
 
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
     analyze.add_argument("recordings", type=Path, nargs="+", metavar="DIR", help="recordings, read as one")
-    analyze.add_argument("--json", action="store_true", help="the findings as JSON")
+    shape = analyze.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="the findings as JSON")
+    shape.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
     analyze.add_argument("--top", type=_at_least_one, metavar="N", help="only the N most probable findings")
-    analyze.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
     analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
     analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
     analyze.set_defaults(func=_analyze)
