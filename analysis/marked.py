@@ -8,8 +8,11 @@ import polars as pl
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.slow import hot
 
-# So many times as long an operator takes on a flow while its sender is asked to slow down, in so many with and without.
+# So many times as long an operator is busy on a flow while its sender is asked to slow down; in so many operators with
+# and without.
 STRETCHED, MIN_OPERATORS = 1.3, 5
+# Operators that are usually busy for fewer bins say nothing when they are for some more.
+MIN_BINS = 4
 # Where more ports are marked, it is what the job itself sends at once, or many small tenants.
 MOST_PORTS = 3
 
@@ -33,24 +36,32 @@ def find_marked(
         pl.col("direction") == "tx",
         pl.col("step").is_not_null(),
         pl.col("start_ns").is_not_null(),
-        ~pl.col("kind").is_in(["Send", "Recv"]),
+        # Who sends point to point may wait in the midst of it for what others do.
+        ~pl.col("kind").is_in(["Send", "Recv", "Group"]),
     )
     parts = [
         _asked(rows, asked, node, nic) for node, nic in ports.select("node", "nic").sort("node", "nic").rows()
     ]
-    spans = pl.concat(parts).with_columns(span_ns=pl.col("last_byte_ns") - pl.col("start_ns"))
+    # Not from first to last byte: a rank that waits inside an operator is not slowed by the network.
+    busy = pl.concat(parts)
     edge = ["node", "nic", "peer_node", "peer_nic"]
     ratios = (
-        spans.group_by(*edge, "comm_id", "kind", "op_bytes")
+        busy.group_by(*edge, "comm_id", "kind", "op_bytes")
         .agg(
             pl.col("asked").sum().alias("times"),
             (~pl.col("asked")).sum().alias("otherwise"),
-            ratio=pl.col("span_ns").filter("asked").median()
-            / pl.col("span_ns").filter(~pl.col("asked")).median(),
+            pl.col("active_ns").filter("asked").median(),
+            usual_ns=pl.col("active_ns").filter(~pl.col("asked")).median(),
+            bin_ns=pl.col("bin_ns").max(),
             first_ns=pl.col("start_ns").filter("asked").min(),
             last_ns=pl.col("last_byte_ns").filter("asked").max(),
         )
-        .filter(pl.col("times") >= MIN_OPERATORS, pl.col("otherwise") >= MIN_OPERATORS)
+        .filter(
+            pl.col("times") >= MIN_OPERATORS,
+            pl.col("otherwise") >= MIN_OPERATORS,
+            pl.col("usual_ns") >= MIN_BINS * pl.col("bin_ns"),
+        )
+        .with_columns(ratio=pl.col("active_ns") / pl.col("usual_ns"))
     )
     slow = ratios.filter(pl.col("ratio") >= STRETCHED)
     if slow.is_empty() or slow.select("node", "nic").n_unique() < ports.height:
@@ -73,8 +84,9 @@ def _finding(slow: pl.DataFrame, flows: pl.DataFrame) -> Finding:
     ratio, times = float(slow["ratio"].median()), int(slow["times"].sum())  # type: ignore[arg-type]
     first = slow.sort("times", descending=True).row(0, named=True)
     text = (
-        f"{first['nic']} of {first['node']} was asked to slow down in {times} operators, which took {ratio:.2f} times "
-        f"as long as others of their kind; what it sends to {first['peer_node']} shares a queue in the network."
+        f"{first['nic']} of {first['node']} was asked to slow down in {times} operators, and sent for "
+        f"{ratio:.2f} times as long as in others of their kind; "
+        f"what it sends to {first['peer_node']} shares a queue in the network."
     )
     return Finding(
         kind="path-collision" if slow.select("node", "nic").n_unique() > 1 else "congestion",

@@ -84,7 +84,7 @@ def ring(**columns: object) -> pl.DataFrame:
         }
         | {"direction": "tx", "comm_id": "00-4", "kind": "AllReduce", "op_bytes": 10**8, "bytes": 10**8}
         | {"step": step, "start_ns": 10 * step * MS, "last_byte_ns": (10 * step + 5) * MS, "end_ns": 1}
-        | {"stall_ns": 0, "gap_unknown_ns": 0}
+        | {"stall_ns": 0, "gap_unknown_ns": 0, "active_ns": 5 * MS, "bin_ns": 100 * US}
         for step in range(OPERATORS)
         for rank, node in enumerate(NODES)
     ]
@@ -109,12 +109,17 @@ def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() 
         schema_overrides=FLOWS,
     )
     marks, events = asked(steps)
-    (item,) = find_marked(ring(last_byte_ns=pl.col("last_byte_ns") + longer), flows, marks, events)
+    stretched = ring(last_byte_ns=pl.col("last_byte_ns") + longer, active_ns=pl.col("active_ns") + longer)
+    (item,) = find_marked(stretched, flows, marks, events)
     assert (item.scope, item.node) == ("network", None)
     assert [(flow["node"], flow["peer_node"]) for flow in item.flows or []] == [("b", "c")]
     assert item.slowdown == pytest.approx(9 / 5)
     assert find_marked(ring(), flows, marks, events) == []
-    assert find_marked(ring(last_byte_ns=pl.col("last_byte_ns") + longer), flows, None, events) == []
+    waiting = ring(last_byte_ns=pl.col("last_byte_ns") + longer)
+    assert find_marked(waiting, flows, marks, events) == []
+    assert find_marked(stretched, flows, None, events) == []
+    assert find_marked(stretched.with_columns(bin_ns=pl.lit(2 * MS)), flows, marks, events) == []
+    assert find_marked(stretched.with_columns(kind=pl.lit("Group")), flows, marks, events) == []
 
 
 def test_silence_that_begins_at_one_flow_names_its_two_ends() -> None:
