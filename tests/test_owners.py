@@ -8,7 +8,7 @@ import polars as pl
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from owners import compare
+from owners import Owners, compare
 
 from pulse_bpf.analysis import attribute, measure
 from pulse_bpf.analysis.load import Recording, load
@@ -17,6 +17,22 @@ from pulse_bpf.schema import conform, empty
 
 BIN_NS = 10_000
 CALL_NS = [1_000_000 * number for number in range(1, 9)]
+
+
+def told(directory: Path, workload: str, source: str, conditions: tuple[str, ...]) -> Owners:
+    """What is said of the owners of a healthy job's bytes, against the truth."""
+    simulate(
+        "healthy",
+        directory,
+        seed=5,
+        nodes=4,
+        gpus=4,
+        workload=workload,
+        seconds=0.3,
+        source=source,
+        conditions=conditions,
+    )
+    return compare(directory)
 
 
 @pytest.mark.parametrize(
@@ -36,18 +52,7 @@ CALL_NS = [1_000_000 * number for number in range(1, 9)]
 def test_bytes_go_to_the_true_communicator_and_peer(
     workload: str, source: str, conditions: tuple[str, ...], least: float, tmp_path: Path
 ) -> None:
-    simulate(
-        "healthy",
-        tmp_path,
-        seed=5,
-        nodes=4,
-        gpus=4,
-        workload=workload,
-        seconds=0.3,
-        source=source,
-        conditions=conditions,
-    )
-    owners = compare(tmp_path)
+    owners = told(tmp_path, workload, source, conditions)
     assert owners.bytes > 10**9
     assert owners.right >= least
     assert owners.wrong == 0
@@ -66,18 +71,7 @@ def test_bytes_go_to_the_true_communicator_and_peer(
 def test_what_cannot_be_told_is_not_told_wrongly(
     workload: str, source: str, conditions: tuple[str, ...], tmp_path: Path
 ) -> None:
-    simulate(
-        "healthy",
-        tmp_path,
-        seed=5,
-        nodes=4,
-        gpus=4,
-        workload=workload,
-        seconds=0.3,
-        source=source,
-        conditions=conditions,
-    )
-    owners = compare(tmp_path)
+    owners = told(tmp_path, workload, source, conditions)
     assert owners.right + owners.unpaired > 0.6
     assert owners.wrong < 1e-4
     assert owners.caller_wrong < 1e-4
