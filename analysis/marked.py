@@ -9,9 +9,10 @@ from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.slow import hot
 
 # So many times as long an operator is busy on a flow while its sender is asked to slow down; in so many operators.
-STRETCHED, MIN_OPERATORS = 1.2, 5
-# Operators that are usually busy for fewer bins say nothing when they are for some more.
-MIN_BINS = 2
+STRETCHED, MIN_OPERATORS = 1.15, 5
+# Operators that are usually busy for fewer bins say nothing when they are for some more, unless there are many and the
+# means are so many standard errors apart.
+MIN_BINS, MANY, CERTAIN = 2, 20, 5.0
 # Where more ports are marked, it is what the job itself sends at once, or many small tenants.
 MOST_PORTS = 3
 # How many operators others must have had for their usual time to be one.
@@ -43,38 +44,64 @@ def find_marked(
         pl.col("step").is_not_null(),
         pl.col("start_ns").is_not_null(),
         pl.col("active_ns") > 0,
-    ).with_columns(size=(pl.col("bytes").log(2) * 8).round())
+    ).with_columns(
+        size=(pl.coalesce("op_bytes", pl.col("bytes").cast(pl.UInt64)).log(2) * 2).round(),
+        # Not from first to last byte: a rank that waits inside an operator is not slowed by the network.
+        busy=pl.col("active_ns") / pl.col("bytes"),
+    )
     parts = [
         _asked(rows, asked, node, nic) for node, nic in ports.select("node", "nic").sort("node", "nic").rows()
     ]
-    # Not from first to last byte: a rank that waits inside an operator is not slowed by the network.
     alike = ["kind", "nranks", "size"]
-    own = pl.concat(parts).group_by(*EDGE, *alike)
-    ratios = own.agg(
-        pl.col("asked").sum().alias("times"),
-        pl.col("active_ns").filter("asked").mean(),
-        bin_ns=pl.col("bin_ns").max(),
-        first_ns=pl.col("start_ns").filter("asked").min(),
-        last_ns=pl.col("last_byte_ns").filter("asked").max(),
-        own_ns=pl.when((~pl.col("asked")).sum() >= MIN_OPERATORS).then(
-            pl.col("active_ns").filter(~pl.col("asked")).mean()
-        ),
-    )
-    unmarked = rows.join(marks.filter(pl.col("marks") == 0), on=["node", "nic"], how="semi")
-    others = unmarked.group_by(alike).agg(others_ns=pl.col("active_ns").mean(), others=pl.len())
-    slow = (
-        ratios.join(others.filter(pl.col("others") >= MIN_OTHERS), on=alike, how="left", nulls_equal=True)
-        .with_columns(usual_ns=pl.coalesce("own_ns", "others_ns"))
-        .with_columns(ratio=pl.col("active_ns") / pl.col("usual_ns"))
-        .filter(
-            pl.col("times") >= MIN_OPERATORS,
-            pl.col("usual_ns") >= MIN_BINS * pl.col("bin_ns"),
-            pl.col("ratio") >= STRETCHED,
+    ratios = (
+        pl.concat(parts)
+        .group_by(*EDGE, *alike)
+        .agg(
+            *_mean("asked", pl.col("busy").filter("asked")),
+            *_mean("own", pl.col("busy").filter(~pl.col("asked"))),
+            bins=(pl.col("active_ns") / pl.col("bin_ns")).filter(~pl.col("asked")).mean(),
+            first_ns=pl.col("start_ns").filter("asked").min(),
+            last_ns=pl.col("last_byte_ns").filter("asked").max(),
         )
     )
+    unmarked = rows.join(marks.filter(pl.col("marks") == 0), on=["node", "nic"], how="semi")
+    others = unmarked.group_by(alike).agg(
+        *_mean("others", pl.col("busy")), others_bins=(pl.col("active_ns") / pl.col("bin_ns")).mean()
+    )
+    ratios = ratios.join(others, on=alike, how="left", nulls_equal=True)
+    beside = [("own", "bins", MIN_OPERATORS)]
+    if pressed(marks):
+        beside.append(("others", "others_bins", MIN_OTHERS))
+    slow = pl.concat(_stretched(ratios, *which) for which in beside)
+    # Of the two comparisons of a flow the clearer one tells.
+    slow = slow.sort("ratio", descending=True).unique([*EDGE, *alike], keep="first", maintain_order=True)
     if slow.is_empty() or slow.select("node", "nic").n_unique() < ports.height:
         return []
     return [_finding(slow, flows.join(slow.select(EDGE).unique(), on=EDGE, how="semi"))]
+
+
+def _mean(name: str, values: pl.Expr) -> list[pl.Expr]:
+    """Mean, number and variance of the mean of `values`."""
+    return [
+        values.mean().alias(f"{name}_mean"),
+        values.count().alias(f"{name}_times"),
+        (values.var() / values.count()).alias(f"{name}_var"),
+    ]
+
+
+def _stretched(ratios: pl.DataFrame, beside: str, bins: str, least: int) -> pl.DataFrame:
+    """The `ratios` of which asked operators are busy for clearly longer, by byte, than those they are set `beside`."""
+    apart = pl.col("asked_mean") - pl.col(f"{beside}_mean")
+    sure = apart >= CERTAIN * (pl.col("asked_var") + pl.col(f"{beside}_var")).sqrt()
+    return ratios.with_columns(
+        ratio=pl.col("asked_mean") / pl.col(f"{beside}_mean"), times=pl.col("asked_times")
+    ).filter(
+        pl.col("times") >= MIN_OPERATORS,
+        pl.col(f"{beside}_times") >= least,
+        pl.col("ratio") >= STRETCHED,
+        # Bins are coarse for short operators, and many of them tell none the less.
+        (pl.col(bins) >= MIN_BINS) | (sure & (pl.col("times") >= MANY)),
+    )
 
 
 def pressed(marks: pl.DataFrame | None) -> bool:
