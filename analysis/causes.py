@@ -1,0 +1,92 @@
+"""What makes a job slow: which of the evidence about ports, paths and machines stands, alone or beside other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import polars as pl
+
+from pulse_bpf.analysis.capped import find_capped
+from pulse_bpf.analysis.findings import Finding
+from pulse_bpf.analysis.hosts import find_hosts
+from pulse_bpf.analysis.late import find_late, lags, same_clock
+from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.marked import find_marked, pressed
+from pulse_bpf.analysis.refused import find_refused
+from pulse_bpf.analysis.signals import marks
+from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.stalls import find_stalls
+
+# Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
+MUCH_UNSEEN = 0.3
+
+
+def find_causes(
+    aligned: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], signals: list[Finding]
+) -> tuple[list[Finding], list[str]]:
+    """What makes a job slow beside its `signals`, and what stands in the way of naming it.
+
+    Each kind of evidence is looked for on its own, and what it shows by itself stands beside the others': a port that
+    says of itself what is wrong, one that repeats what it sends, one with a ceiling, flows that share a queue in the
+    network, a machine that comes late. The rates of flows beside each other, and silences, are told only where none of
+    those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
+    """
+    found, unexplained = _causes(aligned, flows, tables, signals)
+    # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
+    blind = _beside_unseen(aligned)
+    unsure = [blind & {item.node, *(item.nodes or ())} for item in found]
+    return [
+        replace(item, confidence=0.4) if beside else item for item, beside in zip(found, unsure, strict=True)
+    ], unexplained
+
+
+def _causes(
+    aligned: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], signals: list[Finding]
+) -> tuple[list[Finding], list[str]]:
+    asked = marks(tables["port_counters"])
+    faulty = {item.node for item in signals}
+    capped = [item for item in find_capped(aligned, asked) if item.node not in faulty]
+    if signals:
+        # What a port says of itself explains what is slow and late around it.
+        return capped, []
+    lossy = find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
+    if lossy:
+        faulty = {item.node for item in lossy}
+        return lossy + [item for item in capped if item.node not in faulty], []
+    one_clock = same_clock(tables["nodes"])
+    ranks = lags(aligned, one_clock)
+    lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
+    late = find_hosts(ranks, one_clock, int(lost.sum())) or find_late(
+        ranks, tables["comms"], tables.get("channels")
+    )
+    network = find_marked(aligned, flows, asked, tables["events"])
+    if capped or network:
+        # Around slow flows others come late, those of a ring or of few pairs clearly less than what causes it: beside
+        # a port with a ceiling, another machine's own lateness stands; of a path's flows, both ends may look late.
+        places = {place for item in capped for place in (item.node, *(item.nodes or ()))}
+        return [*capped, *network, *(item for item in late if not network and item.node not in places)], []
+    if pressed(asked):
+        # Whom the network slows down makes others late, and which rank is late by itself is not known.
+        late = [item if item.cause == "host" else replace(item, confidence=0.4) for item in late]
+    slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
+    # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
+    if late and (late[0].cause == "host" or int(late[0].lost_ns or 0) >= lost_ns):
+        slow, unexplained = [], []
+    found = slow if slow or unexplained else late
+    if not found and not unexplained and one_clock:
+        found = find_stalls(aligned)
+    return found, unexplained
+
+
+def _beside_unseen(aligned: pl.DataFrame) -> set[str]:
+    """The nodes none of whose traffic was seen, by whatever name, and those that exchange much with one of them."""
+    moved = aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0)
+    # Without a side that receives, what the unseen send is unknown, and taken to be as much as what is sent to them.
+    pairs = moved.group_by("node", "peer_node", "direction").agg(pl.col("bytes").sum())
+    unseen = ~pl.col("peer_node").is_in(pairs["node"].implode())
+    shares = pairs.group_by("node", "direction").agg(
+        share=pl.col("bytes").filter(unseen).sum() / pl.col("bytes").sum()
+    )
+    beside = shares.filter(pl.col("share") >= MUCH_UNSEEN)["node"]
+    return {*beside, *pairs.filter(unseen)["peer_node"].drop_nulls()}
