@@ -45,7 +45,8 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
         if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
             continue
         quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
-        found = _going_on(job, until) if quiet is None else _who(job, tables, quiet)
+        lost = _calls_lost(job, tables["coverage"])
+        found = _going_on(job, until, lost) if quiet is None else _who(job, tables, quiet, lost)
         if isinstance(found, Finding):
             findings.append(found)
         elif found:
@@ -53,9 +54,18 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     return Stop(findings, undecided)
 
 
-def _going_on(job: pl.DataFrame, until: pl.DataFrame) -> Finding | None:
-    """What will stop a job that still moves: calls that do not match by NCCL's own numbers, a rank far behind."""
-    root = find_mismatch(job, True) or find_behind(job, until, None)
+def _calls_lost(job: pl.DataFrame, coverage: pl.DataFrame) -> bool:
+    """Whether the nodes of the job lost events of calls."""
+    calls = coverage.filter(pl.col("nic").is_null(), pl.col("node").is_in(job["node"].unique().implode()))
+    return bool(calls["lost"].sum())
+
+
+def _going_on(job: pl.DataFrame, until: pl.DataFrame, lost: bool) -> Finding | None:
+    """What will stop a job that still moves: calls that do not match by NCCL's own numbers, a rank far behind.
+
+    Where calls were `lost`, one that is missing was made as likely as not.
+    """
+    root = find_mismatch(job, True) or (None if lost else find_behind(job, until, None))
     if root is None:
         return None
     end_ns = int(until.filter(pl.col("node").is_in(job["node"].unique().implode()))["until_ns"].max())  # type: ignore[arg-type]
@@ -84,7 +94,7 @@ def _jobs(rows: pl.DataFrame) -> list[pl.DataFrame]:
     return [rows.filter(pl.col("comm_id").is_in(members)) for members in jobs.values()]
 
 
-def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence) -> Finding | str:
+def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence, lost: bool) -> Finding | str:
     """What stopped the job, or why nothing is named; empty when it simply ended."""
     gone = (
         job.select(*PROCESS)
@@ -102,10 +112,7 @@ def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence) 
         return (
             "" if isinstance(root, str) else f"all processes of the job ended inside an operator, {_all(job)}"
         )
-    calls = tables["coverage"].filter(
-        pl.col("nic").is_null(), pl.col("node").is_in(job["node"].unique().implode())
-    )
-    mismatch = find_mismatch(job, bool(calls["lost"].sum()))
+    mismatch = find_mismatch(job, lost)
     if mismatch is not None:
         root = mismatch
     if isinstance(root, str):

@@ -370,9 +370,14 @@ def job(**last: int) -> pl.DataFrame:
 
 
 def stops(
-    aligned: pl.DataFrame, end_ms: int, gone: dict[str, int] | None = None
+    aligned: pl.DataFrame, end_ms: int, gone: dict[str, int] | None = None, lost: int = 0
 ) -> list[tuple[str, str | None]]:
     tables = {name: empty(name) for name in ("processes", "coverage", "events")}
+    if lost:
+        calls_lost = pl.DataFrame(
+            {"node": ["b"], "lost": [lost]}, schema={"node": pl.String, "lost": pl.UInt64}
+        )
+        tables["coverage"] = pl.concat([empty("coverage"), calls_lost], how="diagonal")
     tables["processes"] = pl.concat(
         [
             empty("processes"),
@@ -399,6 +404,10 @@ def test_a_rank_behind_is_no_hang_before_it_is_so_for_longer_than_it_paused() ->
     """The job goes on, by its calls; b's last one was 10 or 60 ms before the end, as long as it ever paused or more."""
     assert stops(job(a=12, b=11, c=12, d=12), 121) == []
     assert stops(job(a=30, b=11, c=30, d=30), 301) == [("hang", "b")]
+
+
+def test_where_calls_were_lost_a_rank_behind_in_a_job_that_goes_on_is_no_hang() -> None:
+    assert stops(job(a=30, b=11, c=30, d=30), 301, lost=1) == []
 
 
 def test_the_first_process_to_go_crashed_and_those_that_end_together_did_not() -> None:
