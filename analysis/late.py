@@ -18,8 +18,6 @@ COST_SHARE, OVER_NEXT, OVER_NEXT_IN_PAIRS = 0.03, 3.0, 5.0
 MIN_TIMES = 5
 # What is late for so much of the time, and so many times what the next machine is, need not be seen so often.
 CLEAR_SHARE, CLEAR_OVER, MIN_TIMES_CLEAR = 0.1, 10.0, 3
-# Clocks that are known to be so near to each other are as good as one.
-ONE_CLOCK_NS = 10_000
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of an operator's ranks, the share that may look as if they had ended before the late one came.
@@ -78,10 +76,9 @@ def _of_gpu(
     return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
 
 
-def same_clock(nodes: pl.DataFrame) -> bool:
-    """Whether the clocks of all `nodes` are known to be as good as one."""
-    error_ns = nodes["clock_error_ns"]
-    return len(error_ns) > 0 and not error_ns.null_count() and int(error_ns.max()) <= ONE_CLOCK_NS  # type: ignore[arg-type]
+def same_clock(error_ns: int | None, bin_ns: int) -> bool:
+    """Whether clocks that may be wrong by error_ns (None: unknown) are as good as one, beside what counts as late."""
+    return error_ns is not None and error_ns <= max(LATE_NS, LATE_BINS * bin_ns)
 
 
 def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.align import align
+from pulse_bpf.analysis.clock_offsets import one_clock
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.hosts import find_hosts
@@ -42,6 +43,9 @@ def localize(
 
     Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
     """
+    clock = one_clock(operators, tables["nodes"])
+    operators = clock.shifted("operators", operators)
+    tables = {name: clock.shifted(name, table) for name, table in tables.items()}
     aligned = align(operators)
     window = _window(operators, tables)
     coverage = _coverage(operators, flows, tables, damaged)
@@ -60,11 +64,11 @@ def localize(
             # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
             blind = _beside_unseen(aligned)
             slow = [replace(item, confidence=0.4) if item.node in blind else item for item in slow]
-            one_clock = same_clock(tables["nodes"])
-            ranks = lags(aligned, one_clock)
+            same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[call-overload]
+            ranks = lags(aligned, same)
             lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
             hosts, late = (
-                find_hosts(ranks, one_clock, int(lost.sum())),
+                find_hosts(ranks, same, int(lost.sum())),
                 find_late(ranks, tables["comms"], tables.get("channels")),
             )
             # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
@@ -72,7 +76,7 @@ def localize(
                 slow, unexplained = [], []
             found = hosts or (slow if slow or unexplained else late)
             found = found or find_marked(aligned, flows, asked, tables["events"])
-            if not found and not unexplained and one_clock:
+            if not found and not unexplained and same:
                 found = find_stalls(aligned)
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
