@@ -8,15 +8,17 @@ from numpy.typing import NDArray
 
 # Recorders attach to the ranks of a job one after the other; more operators than this do not pass meanwhile.
 MAX_SHIFT = 16
+# How much a constant distance in time counts, which may be that of two clocks, beside one that varies.
+CLOCKS = 0.1
 
 
 def align(operators: pl.DataFrame) -> pl.DataFrame:
     """`operators` with `step` (i64): equal for rows of one operator of a communicator on all its ranks.
 
     NCCL's own number is taken where every rank has it. Otherwise each rank's observed sequence is shifted against
-    that of the rank with most, so that kinds and sizes agree and calls are nearest in time: this assumes that
-    the clocks of the nodes differ by less than half the time between equal operators, and fails for point-to-point
-    calls that only some ranks make. `step` is null where no shift fits, and in rows without a call.
+    that of the rank with most, so that kinds and sizes agree and calls are at most evenly apart in time: this
+    assumes that calls are uneven in time, or that the clocks of the nodes differ by less than half the time between
+    equal operators, and fails for point-to-point calls that only some ranks make. `step` is null where no shift fits, and in rows without a call.
     """
     calls = (
         operators.filter(pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null())
@@ -64,7 +66,10 @@ def _shift(
         mine, theirs = slice(begin - shift, end - shift), slice(begin, end)
         if not np.array_equal(what[mine], other_what[theirs]):
             continue
-        apart = float(np.median(np.abs(call_ns[mine] - other_call_ns[theirs])))
+        # The mean, since calls come in volleys: next to it, only those at the edge of a volley are far apart.
+        later = call_ns[mine] - other_call_ns[theirs]
+        usual = float(np.median(later))
+        apart = float(np.mean(np.abs(later - usual))) + CLOCKS * abs(usual)
         if best is None or apart < best[0]:
             best = (apart, shift)
     return best[1] if best else None
