@@ -41,7 +41,9 @@ def align(operators: pl.DataFrame) -> pl.DataFrame:
                 part["what"].to_numpy(),
                 part["call_ns"].to_numpy(),
                 {
-                    key: part.join(bytes_of, on="op_seq", how="left", maintain_order="left")["bytes"].to_numpy()
+                    key: part.join(bytes_of, on="op_seq", how="left", maintain_order="left")[
+                        "bytes"
+                    ].to_numpy()
                     for key, bytes_of in moved.get((comm, rank), {}).items()
                 },
             )

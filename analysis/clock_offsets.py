@@ -87,8 +87,8 @@ def one_clock(operators: pl.DataFrame, nodes: pl.DataFrame) -> Clock:
 def moments(operators: pl.DataFrame) -> pl.DataFrame:
     """MOMENTS of the first and the last byte of numbered operators on each flow that was seen at both ends.
 
-    What begins in a bin was sent when the bin began at the earliest, and was received when it ended at the latest, and so
-    with the last byte: what a transfer can have taken at most.
+    What begins in a bin was sent when the bin began at the earliest, and was received when it ended at the latest, and
+    so with the last byte: what a transfer can have taken at most.
     """
     rows = operators.filter(
         pl.col("level") == "flow",
@@ -127,46 +127,56 @@ def solve(seen: pl.DataFrame) -> Clock:
     """
     if seen.is_empty():
         return Clock(OFFSETS.to_frame(), None)
-    since_ns = int(seen["sent_ns"].min())  # type: ignore[arg-type]
     names = sorted({*seen["node"], *seen["peer_node"]})
+    since_ns = int(seen.filter(pl.col("node") == names[0])["sent_ns"].min() or 0)  # type: ignore[arg-type]
     index = {name: number for number, name in enumerate(names)}
-    took = pl.col("received_ns") - pl.col("sent_ns")
-    windows = (
-        seen.with_columns(
-            window=(pl.col("sent_ns") - since_ns) // WINDOW_NS,
-            one=pl.col("node").replace_strict(index, return_dtype=I64),
-            two=pl.col("peer_node").replace_strict(index, return_dtype=I64),
+    numbered = seen.select(
+        one=pl.col("node").replace_strict(index, return_dtype=I64),
+        two=pl.col("peer_node").replace_strict(index, return_dtype=I64),
+        at_ns=pl.col("sent_ns") - since_ns,
+        took_ns=pl.col("received_ns") - pl.col("sent_ns"),
+    )
+    ahead_ns = np.zeros(len(names))
+    # The second time, drift is taken in the first node's time.
+    for _ in range(2):
+        windows = (
+            numbered.with_columns(
+                window=(pl.col("at_ns") - pl.Series(ahead_ns[numbered["one"]]).cast(I64)) // WINDOW_NS
+            )
+            .group_by("one", "two", "window")
+            .agg(pl.col("took_ns").min())
+            .sort("one", "two", "window")
         )
-        .group_by("one", "two", "window")
-        .agg(took_ns=took.min())
-        .sort("one", "two", "window")
-    )
-    drift, doubt = _drift(windows, len(names))
-    edges = windows.with_columns(
-        level=pl.col("took_ns")
-        - (pl.Series(drift[windows["two"]]) - pl.Series(drift[windows["one"]]))
-        * (pl.col("window") + 0.5)
-        * WINDOW_NS
-    )
-    most = np.full((len(names), len(names)), np.inf)
-    np.fill_diagonal(most, 0.0)
-    for one, two, level in edges.group_by("one", "two").agg(pl.col("level").median()).iter_rows():
-        most[one, two] = level
-    for middle in range(len(names)):
-        most = np.minimum(most, most[:, [middle]] + most[[middle], :])
-    ahead, behind = most[0], most[:, 0]
-    if not (np.isfinite(ahead).all() and np.isfinite(behind).all()):
-        return Clock(OFFSETS.to_frame(), None)
+        drift, doubt = _drift(windows, len(names))
+        gained = (
+            pl.Series(drift[windows["two"]] - drift[windows["one"]]) * (pl.col("window") + 0.5) * WINDOW_NS
+        )
+        most = _bounds(windows.with_columns(pl.col("took_ns") - gained), len(names))
+        ahead, behind = most[0], most[:, 0]
+        if not (np.isfinite(ahead).all() and np.isfinite(behind).all()):
+            return Clock(OFFSETS.to_frame(), None)
+        ahead_ns = (ahead - behind) / 2
     # Bounds that exclude each other come of operators that were cut badly: what that takes is no less uncertain.
-    error_ns = float(np.abs(ahead + behind).max() / 2 - np.minimum(np.diag(most), 0).min())
-    error_ns += doubt * float(seen["sent_ns"].max() - since_ns)  # type: ignore[operator]
+    error_ns = float(np.abs(ahead + behind).max() / 2 - min(0.0, np.diag(most).min()))
+    error_ns += doubt * float(numbered["at_ns"].max() - numbered["at_ns"].min())  # type: ignore[arg-type, operator]
     offsets = {
         "node": names,
-        "since_ns": [since_ns] * len(names),
-        "offset_ns": (ahead - behind) / 2,
+        "since_ns": since_ns + np.rint(ahead_ns).astype(np.int64),
+        "offset_ns": ahead_ns,
         "drift": drift,
     }
     return Clock(pl.DataFrame(offsets, schema=OFFSETS), int(error_ns))
+
+
+def _bounds(windows: pl.DataFrame, count: int) -> Floats:
+    """The most that the clock of each node (column) can be ahead of that of each other (row), by any path."""
+    most = np.full((count, count), np.inf)
+    np.fill_diagonal(most, 0.0)
+    for one, two, took_ns in windows.group_by("one", "two").agg(pl.col("took_ns").median()).iter_rows():
+        most[one, two] = took_ns
+    for middle in range(count):
+        most = np.minimum(most, most[:, [middle]] + most[[middle], :])
+    return most
 
 
 def _drift(windows: pl.DataFrame, count: int) -> tuple[Floats, float]:

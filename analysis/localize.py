@@ -64,7 +64,7 @@ def localize(
             # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
             blind = _beside_unseen(aligned)
             slow = [replace(item, confidence=0.4) if item.node in blind else item for item in slow]
-            same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[call-overload]
+            same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
             ranks = lags(aligned, same)
             lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
             hosts, late = (
