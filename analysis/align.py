@@ -18,7 +18,8 @@ def align(operators: pl.DataFrame) -> pl.DataFrame:
     NCCL's own number is taken where every rank has it. Otherwise each rank's observed sequence is shifted against
     that of the rank with most, so that kinds and sizes agree and calls are at most evenly apart in time: this
     assumes that calls are uneven in time, or that the clocks of the nodes differ by less than half the time between
-    equal operators, and fails for point-to-point calls that only some ranks make. `step` is null where no shift fits, and in rows without a call.
+    equal operators, and fails for point-to-point calls that only some ranks make. `step` is null where no shift
+    fits, and in rows without a call.
     """
     calls = (
         operators.filter(pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null())

@@ -116,7 +116,10 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             pl.col("last_byte_ns").max().alias("end_ns"),
             pl.col("bin_ns").max().fill_null(0),
             (pl.col("direction") == "rx").any().alias("receives"),
-            pl.col("bytes").filter(pl.col("level") == "flow", pl.col("direction") == "tx").sum().alias("sent_bytes"),
+            pl.col("bytes")
+            .filter(pl.col("level") == "flow", pl.col("direction") == "tx")
+            .sum()
+            .alias("sent_bytes"),
             pl.col("peer_rank").filter(pl.col("direction") == "tx").n_unique().alias("partners"),
         )
         .join(_heard(own), on=["comm_id", "rank", "step"], how="left")
@@ -207,13 +210,17 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     alone = ~pl.col("kind").is_in(IN_PAIRS) & (outlasts > OUTLASTS * pl.col("excess_ns"))
     # Who has more to send may have had more to compute before, as with experts of unequal load.
     load = pl.col("sent_bytes") / pl.col("sent_bytes").median().over(key)
-    together = together.with_columns(relative_ns=pl.col("lag_ns") / load).with_columns(
-        usual_ns=pl.when(pl.col("kind") == "Group", load > 0)
-        .then(pl.max_horizontal(_usual("lag_ns", key), load * _usual("relative_ns", key)))
-        .otherwise(_usual("lag_ns", key))
-        .clip(0),
-        late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns", key).clip(0),
-    ).with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
+    together = (
+        together.with_columns(relative_ns=pl.col("lag_ns") / load)
+        .with_columns(
+            usual_ns=pl.when(pl.col("kind") == "Group", load > 0)
+            .then(pl.max_horizontal(_usual("lag_ns", key), load * _usual("relative_ns", key)))
+            .otherwise(_usual("lag_ns", key))
+            .clip(0),
+            late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns", key).clip(0),
+        )
+        .with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
+    )
     # Nobody can send before the receiver has called.
     receivers = together.select(
         *key, pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
@@ -224,7 +231,7 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     )
     return together.with_columns(
         waits=waits.fill_null(False),
-        unfounded=seen & ((pl.col("came_ns") > ends) | alone).fill_null(True) | waits.fill_null(False)
+        unfounded=seen & ((pl.col("came_ns") > ends) | alone).fill_null(True) | waits.fill_null(False),
     )
 
 
