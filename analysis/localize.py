@@ -20,6 +20,7 @@ from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.analysis.stops import find_stops
+from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
 # Fewer finished operators per communicator than this are no ground for "healthy".
 MIN_OPERATORS = 10
@@ -37,15 +38,23 @@ def localize(
     flows: pl.DataFrame,
     tables: Mapping[str, pl.DataFrame],
     damaged: list[str],
+    part: Window | None = None,
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
-    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
+    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples. With
+    `part`, on that part of the time only.
     """
     aligned = align(operators)
     window = _window(operators, tables)
-    coverage = _coverage(operators, flows, tables, damaged)
     stops = find_stops(aligned, tables, window[1])
+    if part is not None:
+        # Only the rest of the recording tells a job that stands still from one that goes on after the window.
+        window = resolved(part, window)
+        stops = stops.between(*window)
+        aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
+        operators = aligned.drop("step")
+    coverage = _coverage(operators, flows, tables, damaged)
     signals = find_signals(aligned, flows, tables)
     # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
     port = any(item.scope == "nic" for item in signals)
@@ -83,7 +92,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.undecided), *unexplained, *_missing(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
