@@ -18,6 +18,7 @@ from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked
 from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
@@ -47,6 +48,9 @@ def localize(
     """
     aligned = align(operators)
     window = _window(operators, tables)
+    calls = calls_of(operators)
+    iteration = find_iteration(calls, operators)
+    groups = find_groups(calls, operators, tables["comms"], iteration)
     stops = find_stops(aligned, tables, window[1])
     if part is not None:
         # Only the rest of the recording tells a job that stands still from one that goes on after the window.
@@ -104,9 +108,10 @@ def localize(
     sure = [
         _with_netdev(finding, tables["nics"]) for finding in sorted(sure, key=lambda item: -item.confidence)
     ]
-    calls = calls_of(operators)
-    iteration = find_iteration(calls, operators)
-    groups = find_groups(calls, operators, tables["comms"], iteration)
+    sure, iteration = with_slowed(sure, iteration)
+    if iteration is not None:
+        within = [ns for ns in iteration.boundaries_ns if window[0] <= ns <= window[1]]
+        iteration = replace(iteration, boundaries_ns=within)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
 
 
