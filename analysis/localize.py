@@ -21,8 +21,10 @@ from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.analysis.stops import find_stops
+from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
 # Fewer finished operators per communicator than this are no ground for "healthy".
 MIN_OPERATORS = 10
@@ -42,10 +44,12 @@ def localize(
     flows: pl.DataFrame,
     tables: Mapping[str, pl.DataFrame],
     damaged: list[str],
+    part: Window | None = None,
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
-    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
+    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples. With
+    `part`, on that part of the time only.
     """
     clock = one_clock(operators, tables["nodes"])
     operators = clock.shifted("operators", operators)
@@ -53,8 +57,17 @@ def localize(
     aligned = align(operators)
     same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
-    coverage = _coverage(operators, flows, tables, damaged)
+    calls = calls_of(operators)
+    iteration = find_iteration(calls, operators)
+    groups = find_groups(calls, operators, tables["comms"], iteration)
     stops = find_stops(aligned, tables, window[1])
+    if part is not None:
+        # Only the rest of the recording tells a job that stands still from one that goes on after the window.
+        window = resolved(part, window)
+        stops = stops.between(*window)
+        aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
+        operators = aligned.drop("step")
+    coverage = _coverage(operators, flows, tables, damaged)
     signals = find_signals(aligned, flows, tables)
     # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
     port = any(item.scope == "nic" for item in signals)
@@ -79,7 +92,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.undecided), *unexplained, *_missing(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -91,9 +104,10 @@ def localize(
     sure = [
         _with_netdev(finding, tables["nics"]) for finding in sorted(sure, key=lambda item: -item.confidence)
     ]
-    calls = calls_of(operators)
-    iteration = find_iteration(calls, operators)
-    groups = find_groups(calls, operators, tables["comms"], iteration)
+    sure, iteration = with_slowed(sure, iteration)
+    if iteration is not None:
+        within = [ns for ns in iteration.boundaries_ns if window[0] <= ns <= window[1]]
+        iteration = replace(iteration, boundaries_ns=within)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
 
 
