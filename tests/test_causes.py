@@ -34,11 +34,11 @@ def calls(late: dict[str, dict[int, int]]) -> pl.DataFrame:
                     "kind": "AllReduce",
                     "step": step,
                 }
-                | {"program_pos": step, "call_ns": done[node]}
+                | {"program_pos": step, "call_ns": done[node], "own_end_ns": None, "covered": True}
             )
         if step % 20 == 19:
             done = dict.fromkeys(NODES, max(done.values()))
-    return pl.DataFrame(rows)
+    return pl.DataFrame(rows, schema_overrides={"own_end_ns": pl.Int64})
 
 
 def test_calls_in_time_name_no_host() -> None:
@@ -54,6 +54,21 @@ def test_the_host_that_calls_late_now_and_then_is_named(late: dict[int, int], ki
     (item,) = find_hosts(ranks, True, 0)
     assert (item.kind, item.scope, item.node, item.rank) == (kind, "node", "c", 2)
     assert find_hosts(ranks, True, lost=1) == []
+
+
+def test_a_call_is_not_late_by_what_the_operator_before_lasted() -> None:
+    """A rank that got its last packet, or its last acknowledgement, late waits for that in its call."""
+    ranks = calls({"c": {30: 40}})
+    waits = (pl.col("node") == "c") & (pl.col("program_pos") == 29)
+    ended = ranks.with_columns(own_end_ns=pl.col("call_ns") + pl.when(waits).then(41 * MS).otherwise(MS))
+    assert find_hosts(ended, True, 0) == []
+    (item,) = find_hosts(ranks.with_columns(own_end_ns=pl.col("call_ns") + MS), True, 0)
+    assert item.node == "c"
+
+
+def test_nobody_is_late_while_nobody_watched_the_traffic() -> None:
+    ranks = calls({"c": {30: 40}})
+    assert find_hosts(ranks.with_columns(covered=pl.col("program_pos") > 35), True, 0) == []
 
 
 def test_late_calls_on_two_machines_name_neither() -> None:
