@@ -8,6 +8,7 @@ import pytest
 from pulse_bpf.analysis import metrics
 from pulse_bpf.analysis.attribute import FLOWS
 from pulse_bpf.analysis.hosts import find_hosts
+from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.schema import EVENTS
@@ -114,6 +115,29 @@ def asked(steps: range) -> tuple[pl.DataFrame, pl.DataFrame]:
         for step in steps
     ]
     return marks, pl.DataFrame(events, schema=EVENTS)
+
+
+@pytest.mark.parametrize(
+    ("hit", "named"),
+    [
+        ({"b": {1, 9}, "c": {4, 12}, "d": {6, 14}}, True),
+        ({"b": {1, 9}, "c": {1, 9}, "d": {1, 9}}, False),
+    ],
+)
+def test_rare_repeats_on_all_flows_of_a_port_are_its_loss(hit: dict[str, set[int]], named: bool) -> None:
+    """Hardly any operator of a job that loses packets ends, and each has many flows; one bad moment is no loss."""
+    rows = [
+        {"node": source, "nic": "x", "peer_node": target, "peer_nic": "x", "direction": "tx", "level": "flow"}
+        | {"call_ns": step * MS, "start_ns": step * MS, "last_byte_ns": step * MS + 1, "bytes": 100_000}
+        | {"retx_bytes": 10_000 if source == "a" and step in hit[target] else 0}
+        for source in NODES
+        for target in NODES
+        if target != source
+        for step in range(20)
+    ]
+    ends = pl.DataFrame(schema={name: FLOWS[name] for name in FLOWS})
+    found = find_loss(pl.DataFrame(rows, schema_overrides=STEP), pl.DataFrame(schema=EVENTS), ends)
+    assert [(item.kind, item.scope, item.node) for item in found] == [("lossy-link", "nic", "a")] * named
 
 
 def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() -> None:
