@@ -99,7 +99,7 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         own.group_by(*PROCESS, "program_pos")
         .agg(
             pl.col(
-                "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns"
+                "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns", "covered"
             ).first(),
             pl.col("start_ns").filter(pl.col("direction") == "tx").min().alias("entry_ns"),
             pl.col("peer_rank")
