@@ -10,7 +10,7 @@ import polars as pl
 from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.hosts import find_hosts
-from pulse_bpf.analysis.late import find_late, lags, same_clock
+from pulse_bpf.analysis.late import find_late, lags
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.refused import find_refused
@@ -23,16 +23,22 @@ MUCH_UNSEEN = 0.3
 
 
 def find_causes(
-    aligned: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], signals: list[Finding]
+    aligned: pl.DataFrame,
+    flows: pl.DataFrame,
+    tables: Mapping[str, pl.DataFrame],
+    signals: list[Finding],
+    one_clock: bool,
 ) -> tuple[list[Finding], list[str]]:
     """What makes a job slow beside its `signals`, and what stands in the way of naming it.
+
+    `one_clock`: whether the times of all nodes are comparable.
 
     Each kind of evidence is looked for on its own, and what it shows by itself stands beside the others': a port that
     says of itself what is wrong, one that repeats what it sends, one with a ceiling, flows that share a queue in the
     network, a machine that comes late. The rates of flows beside each other, and silences, are told only where none of
     those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
     """
-    found, unexplained = _causes(aligned, flows, tables, signals)
+    found, unexplained = _causes(aligned, flows, tables, signals, one_clock)
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind = _beside_unseen(aligned)
     unsure = [blind & {item.node, *(item.nodes or ())} for item in found]
@@ -42,7 +48,11 @@ def find_causes(
 
 
 def _causes(
-    aligned: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], signals: list[Finding]
+    aligned: pl.DataFrame,
+    flows: pl.DataFrame,
+    tables: Mapping[str, pl.DataFrame],
+    signals: list[Finding],
+    one_clock: bool,
 ) -> tuple[list[Finding], list[str]]:
     asked = marks(tables["port_counters"])
     faulty = {item.node for item in signals}
@@ -54,7 +64,6 @@ def _causes(
     if lossy:
         faulty = {item.node for item in lossy}
         return lossy + [item for item in capped if item.node not in faulty], []
-    one_clock = same_clock(tables["nodes"])
     ranks = lags(aligned, one_clock)
     lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
     late = find_hosts(ranks, one_clock, int(lost.sum())) or find_late(

@@ -10,12 +10,16 @@ import polars as pl
 
 from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.causes import find_causes
+from pulse_bpf.analysis.clock_offsets import one_clock
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
+from pulse_bpf.analysis.late import same_clock
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.signals import find_signals
+from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
+from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
 # Fewer finished operators per communicator than this are no ground for "healthy".
 MIN_OPERATORS = 10
@@ -33,15 +37,30 @@ def localize(
     flows: pl.DataFrame,
     tables: Mapping[str, pl.DataFrame],
     damaged: list[str],
+    part: Window | None = None,
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
-    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
+    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples. With
+    `part`, on that part of the time only.
     """
+    clock = one_clock(operators, tables["nodes"])
+    operators = clock.shifted("operators", operators)
+    tables = {name: clock.shifted(name, table) for name, table in tables.items()}
     aligned = align(operators)
+    same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
-    coverage = _coverage(operators, flows, tables, damaged)
+    calls = calls_of(operators)
+    iteration = find_iteration(calls, operators)
+    groups = find_groups(calls, operators, tables["comms"], iteration)
     stops = find_stops(aligned, tables, window[1])
+    if part is not None:
+        # Only the rest of the recording tells a job that stands still from one that goes on after the window.
+        window = resolved(part, window)
+        stops = stops.between(*window)
+        aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
+        operators = aligned.drop("step")
+    coverage = _coverage(operators, flows, tables, damaged)
     signals = find_signals(aligned, flows, tables)
     # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
     port = any(item.scope == "nic" for item in signals)
@@ -50,7 +69,7 @@ def localize(
     if found and not signals:
         found += find_loss(aligned, tables["events"], flows)
     else:
-        slows, unexplained = find_causes(aligned, flows, tables, signals)
+        slows, unexplained = find_causes(aligned, flows, tables, signals, same)
         found += slows
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
@@ -61,7 +80,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.undecided), *unexplained, *_missing(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -73,9 +92,10 @@ def localize(
     sure = [
         _with_netdev(finding, tables["nics"]) for finding in sorted(sure, key=lambda item: -item.confidence)
     ]
-    calls = calls_of(operators)
-    iteration = find_iteration(calls, operators)
-    groups = find_groups(calls, operators, tables["comms"], iteration)
+    sure, iteration = with_slowed(sure, iteration)
+    if iteration is not None:
+        within = [ns for ns in iteration.boundaries_ns if window[0] <= ns <= window[1]]
+        iteration = replace(iteration, boundaries_ns=within)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
 
 

@@ -325,6 +325,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         slowdown=round(1 / ratio, 3),
         first_ns=first,
         last_ns=last,
+        lost_ns=_lost_ns(during),
         evidence=evidence,
         node=node,
         nic=nic or None,
