@@ -28,6 +28,8 @@ MAX_UNATTRIBUTED, MIN_MEASURED = 0.1, 0.5
 MIN_CONFIDENCE = 0.5
 # Operators with fewer bytes than they should have, the last ones apart, above which traffic went unseen.
 MAX_INCOMPLETE = 0.1
+# Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
+WAITED = 0.7
 # Events lost per operator above which something may have been overlooked.
 MAX_LOST = 0.01
 
@@ -68,7 +70,8 @@ def localize(
                 find_late(ranks, tables["comms"], tables.get("channels")),
             )
             # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
-            if hosts or (late and int(late[0].lost_ns or 0) >= lost_ns):
+            # Where no port is named, what seems slow may have waited.
+            if hosts or (late and int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns):
                 slow, unexplained = [], []
             found = hosts or (slow if slow or unexplained else late)
             found = found or find_marked(aligned, flows, asked, tables["events"])
