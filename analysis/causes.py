@@ -20,6 +20,8 @@ from pulse_bpf.analysis.stalls import find_stalls
 
 # Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
 MUCH_UNSEEN = 0.3
+# Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
+WAITED = 0.7
 
 
 def find_causes(
@@ -80,7 +82,8 @@ def _causes(
         late = [item if item.cause == "host" else replace(item, confidence=0.4) for item in late]
     slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
     # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
-    if late and (late[0].cause == "host" or int(late[0].lost_ns or 0) >= lost_ns):
+    # Where no port is named, what seems slow may have waited.
+    if late and (late[0].cause == "host" or int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns):
         slow, unexplained = [], []
     found = slow if slow or unexplained else late
     if not found and not unexplained and one_clock:
