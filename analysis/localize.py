@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import polars as pl
 
@@ -16,20 +15,14 @@ from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import same_clock
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.seen import MAX_INCOMPLETE, MAX_UNATTRIBUTED, coverage_of, missing_in
 from pulse_bpf.analysis.signals import find_signals
 from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
-# Fewer finished operators per communicator than this are no ground for "healthy".
-MIN_OPERATORS = 10
-# More unattributed traffic, or fewer measurable operators, than these shares leave too much unseen.
-MAX_UNATTRIBUTED, MIN_MEASURED = 0.1, 0.5
+# Less sure than this is not said to be so.
 MIN_CONFIDENCE = 0.5
-# Operators with fewer bytes than they should have, the last ones apart, above which traffic went unseen.
-MAX_INCOMPLETE = 0.1
-# Events lost per operator above which something may have been overlooked.
-MAX_LOST = 0.01
 
 
 def localize(
@@ -59,8 +52,7 @@ def localize(
         window = resolved(part, window)
         stops = stops.between(*window)
         aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
-        operators = aligned.drop("step")
-    coverage = _coverage(operators, flows, tables, damaged)
+    coverage = coverage_of(aligned, flows, tables, damaged)
     signals = find_signals(aligned, flows, tables)
     # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
     port = any(item.scope == "nic" for item in signals)
@@ -80,7 +72,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.doubts), *unexplained, *_missing(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -120,71 +112,3 @@ def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tupl
     known_first = [value for value in first if isinstance(value, int)]
     known_last = [value for value in last if isinstance(value, int)]
     return min(known_first, default=0), max(known_last, default=0)
-
-
-def _missing(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:
-    """What stands in the way of calling the recording healthy."""
-    calls = aligned.filter(pl.col("level").is_in(["flow", "call"]))
-    if calls.is_empty():
-        return ["no operator of a known communicator was seen"]
-    missing = []
-    for (comm,), part in sorted(calls.group_by("comm_id"), key=lambda item: str(item[0])):
-        nranks, seen = int(part["nranks"].max() or 0), part["rank"].n_unique()  # type: ignore[arg-type]
-        if seen < nranks:
-            missing.append(f"communicator {comm}: {seen} of {nranks} ranks were recorded")
-        if part["step"].null_count():
-            missing.append(f"communicator {comm}: the operators of its ranks do not match each other")
-        finished = part.filter(pl.col("end_ns").is_not_null())
-        count = finished.select("step").n_unique() if not finished.is_empty() else 0
-        if count < MIN_OPERATORS:
-            missing.append(
-                f"communicator {comm}: {count} finished operators with traffic, {MIN_OPERATORS} are needed"
-            )
-        moving = finished["rank"].n_unique()
-        if count and moving < seen:
-            missing.append(f"communicator {comm}: traffic of {seen - moving} of its ranks was not seen")
-        measured = part.filter(pl.col("level") == "flow")["burst_gbps"]
-        if count and measured.null_count() > (1 - MIN_MEASURED) * len(measured):
-            missing.append(f"communicator {comm}: its operators are too small for the bins")
-    if coverage["unattributed_share"] > MAX_UNATTRIBUTED:
-        missing.append(
-            f"{coverage['unattributed_share']:.0%} of the traffic belongs to no known communicator"
-        )
-    if coverage["incomplete_share"] > MAX_INCOMPLETE:
-        missing.append(f"bytes are missing in {coverage['incomplete_share']:.0%} of the operators")
-    if coverage["lost"] > MAX_LOST * coverage["operators"]:
-        missing.append(f"{coverage['lost']} events were lost")
-    return missing
-
-
-def _coverage(
-    operators: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], damaged: list[str]
-) -> dict[str, Any]:
-    """What was seen and what was not."""
-    by_level = dict(
-        operators.filter(pl.col("level") != "nic").group_by("level").agg(pl.col("bytes").sum()).iter_rows()
-    )
-    total = sum(by_level.values())
-    unattributed = operators.filter(pl.col("level") == "unattributed")
-    reasons = unattributed.group_by("reason").agg(pl.col("bytes").sum()).sort("reason")
-    moved = operators.filter(pl.col("level") == "flow", pl.col("expected_bytes") > 0)
-    earlier = moved.filter(pl.col("op_seq") < pl.col("op_seq").max().over("node", "pid", "comm_id"))
-    lost = tables["coverage"].group_by("node", "source").agg(pl.col("lost").max())
-    return {
-        "nodes": tables["nodes"]["node"].unique().sort().to_list(),
-        "queue_pairs": flows.height,
-        "queue_pairs_unattributed": flows["reason"].drop_nulls().len(),
-        "bytes": total,
-        "bytes_in_operators": by_level.get("flow", 0),
-        "bytes_outside_calls": by_level.get("traffic", 0),
-        "bytes_unattributed": dict(reasons.iter_rows()),
-        "unattributed_share": by_level.get("unattributed", 0) / max(1, total),
-        "operators": operators.filter(pl.col("op_seq").is_not_null())
-        .select("node", "pid", "program_pos")
-        .n_unique(),
-        "incomplete_share": earlier["end_ns"].null_count() / max(1, earlier.height),
-        "operators_without_traffic": operators.filter(pl.col("level") == "call", "covered").height,
-        # Readers that cannot tell which port lost repeat their total in each row, so the largest is it.
-        "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),
-        "damaged_parts": damaged,
-    }

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pulse_bpf.analysis.findings import Finding, Findings
+from pulse_bpf.analysis.seen import MIN_JUDGED
 from pulse_bpf.errors import UsageError
 
 WIDTH = 96
@@ -44,6 +45,8 @@ def render(findings: Findings, most: int | None = None) -> str:
         f"{len(coverage['damaged_parts'])} damaged parts.",
         "",
     )
+    if coverage["judged_share"] >= MIN_JUDGED:
+        lines += [line for why in coverage["not_judged"] for line in _wrapped(f"not judged: {why}", "  ")]
     lines += [line for part in coverage["damaged_parts"] for line in _wrapped(f"damaged: {part}", "  ")]
     return _shown(lines)
 
