@@ -12,14 +12,14 @@ from pulse_bpf.analysis.segment import PROCESS
 
 # A lag counts when it exceeds the peers' by so many bins, by this much, and by this share of theirs.
 LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
-# All that one machine is late must cost this share of the time seen, so many times what the next machine costs (more
-# where ranks wait for each other in pairs, since lateness spreads), and be seen so often.
-COST_SHARE, OVER_NEXT, OVER_NEXT_IN_PAIRS = 0.03, 3.0, 5.0
-MIN_TIMES = 5
-# What is late for so much of the time, and so many times what the next machine is, need not be seen so often.
-CLEAR_SHARE, CLEAR_OVER, MIN_TIMES_CLEAR = 0.1, 10.0, 3
-# Clocks that are known to be so near to each other are as good as one.
-ONE_CLOCK_NS = 10_000
+# Operators in wider bins are known by their bytes; when they were is not known well enough.
+WIDE_BINS_NS = 5_000_000
+# All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, and
+# be seen so often: often, or less often but clearly. Where ranks wait for each other in pairs lateness spreads.
+ENOUGH = ((0.03, 3.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
+OVER_NEXT_IN_PAIRS = 5.0
+# Two machines as late as each other, beside all others, of at least so many: one of them waits for the other.
+MIN_MACHINES = 4
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of an operator's ranks, the share that may look as if they had ended before the late one came.
@@ -51,11 +51,12 @@ def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame |
     if not window_ns:
         return []
     compared = excesses(ranks)
-    costs = _costs(compared)
-    worst = _stands_out(costs, window_ns)
-    if worst is None:
+    costs, machines = _costs(compared)
+    suspects = _stands_out(machines, costs, window_ns)
+    if not suspects:
         return []
-    finding = _finding(worst, costs, compared, window_ns)
+    worst = costs.filter(pl.col("node") == suspects[0]).row(0, named=True)
+    finding = _finding(worst, costs, machines, compared, window_ns)
     return [finding if finding.rank is None else _of_gpu(finding, worst, comms, channels)]
 
 
@@ -78,10 +79,9 @@ def _of_gpu(
     return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
 
 
-def same_clock(nodes: pl.DataFrame) -> bool:
-    """Whether the clocks of all `nodes` are known to be as good as one."""
-    error_ns = nodes["clock_error_ns"]
-    return len(error_ns) > 0 and not error_ns.null_count() and int(error_ns.max()) <= ONE_CLOCK_NS  # type: ignore[arg-type]
+def same_clock(error_ns: int | None, bin_ns: int) -> bool:
+    """Whether clocks that may be wrong by error_ns (None: unknown) are as good as one, beside what counts as late."""
+    return error_ns is not None and error_ns <= max(LATE_NS, LATE_BINS * bin_ns)
 
 
 def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
@@ -106,10 +106,25 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             .filter(pl.col("direction") == "tx")
             .sort_by(pl.col("start_ns").filter(pl.col("direction") == "tx"))
             .first(),
+            pl.col("nic")
+            .filter(pl.col("direction") == "tx")
+            .sort_by(pl.col("start_ns").filter(pl.col("direction") == "tx"))
+            .first(),
             pl.col("last_byte_ns").max().alias("end_ns"),
             pl.col("bin_ns").max().fill_null(0),
             (pl.col("direction") == "rx").any().alias("receives"),
+            pl.col("bytes")
+            .filter(pl.col("level") == "flow", pl.col("direction") == "tx")
+            .sum()
+            .alias("sent_bytes"),
             pl.col("peer_rank").filter(pl.col("direction") == "tx").n_unique().alias("partners"),
+        )
+        .join(_heard(own), on=["comm_id", "rank", "step"], how="left")
+        .with_columns(
+            end_ns=pl.when(one_clock and ~pl.col("receives"))
+            .then(pl.max_horizontal("end_ns", "heard_ns"))
+            .otherwise("end_ns"),
+            receives=pl.col("receives") | (pl.col("heard_ns").is_not_null() & one_clock),
         )
         .sort(*PROCESS, "program_pos")
         # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and
@@ -125,11 +140,30 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             same_ns=pl.col("end_ns").cum_max().shift().over(*PROCESS, "comm_id"),
         )
     )
+    since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
     overlaps = pl.col("before_ns") > pl.col("entry_ns") + pl.col("bin_ns")
-    return ranks.with_columns(ready_ns=pl.when(overlaps).then("same_ns").otherwise("before_ns")).with_columns(
+    # Of an operator that overlaps with another communicator's on some ranks, what each waited for is not the same.
+    other = overlaps & (pl.col("before_ns") > pl.col("same_ns"))
+    unlike = other.any().over("comm_id", "step") & ~other.all().over("comm_id", "step")
+    return ranks.with_columns(
+        ready_ns=pl.when(unlike).then(None).when(overlaps).then("same_ns").otherwise("before_ns")
+    ).with_columns(
         lag_ns=pl.col("entry_ns") - pl.col("ready_ns"),
-        span_ns=pl.col("own_end_ns") - pl.col("ready_ns"),
+        # On one clock whoever ended before another came did not wait for it; else, or where a rank is done when its own
+        # pairs are, the times are from when each was ready.
+        came_ns=pl.col("entry_ns") - since_ns,
+        done_ns=pl.col("own_end_ns") - since_ns,
         call_lag_ns=pl.col("call_ns") - pl.col("before_ns"),
+    )
+
+
+def _heard(own: pl.DataFrame) -> pl.DataFrame:
+    """When the last byte for each rank of an operator was sent: where only what is sent is seen, about when it came."""
+    return (
+        own.filter(pl.col("direction") == "tx", pl.col("step").is_not_null(), pl.col("bytes") > 0)
+        .group_by("comm_id", pl.col("peer_rank").alias("rank"), "step")
+        .agg(pl.col("last_byte_ns").max().alias("heard_ns"))
+        .drop_nulls()
     )
 
 
@@ -144,25 +178,46 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
         pl.col("step").is_not_null(),
         pl.col("before_ns").is_not_null(),
         pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES,
+        pl.col("bin_ns") < WIDE_BINS_NS,
     ).filter(pl.len().over(key) > 1)
     # Where only what is sent is seen, the end of an exchange in pairs is not; nor what a rank waits for that passes on
     # to one what it gets from another.
     blind = (pl.col("kind") == "Group") & ~pl.col("receives").any().over(key)
     together = together.filter(~(blind & (pl.col("partners") < 2)))
     seen = pl.col("receives").any().over(key) | ~pl.col("kind").is_in(IN_PAIRS)
-    # In a Group a rank may have two partners and no more who must wait for it.
+    # Ranks that send through NICs of one name have the channels of a ring in common.
+    rail = [*key, "nic"]
+    last = pl.col("done_ns").sort(descending=True)
     ends = (
+        # In a Group only its partners must wait for a rank.
         pl.when(pl.col("kind") == "Group")
-        .then(pl.col("span_ns").sort(descending=True).slice(2, 1).first().over(key))
-        .otherwise(pl.col("span_ns").quantile(EARLY_ENDS, "lower").over(key))
+        .then(
+            pl.when(pl.col("partners") > 1)
+            .then(last.slice(2, 1).first().over(key))
+            .otherwise(last.slice(1, 1).first().over(key))
+        )
+        .when(pl.len().over(rail) > 2)
+        .then(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(rail))
+        .otherwise(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(key))
     ) + 2 * pl.col("bin_ns")
     # Who comes late to a ring or a tree has less left to do: it ends with the others.
-    outlasts = pl.col("span_ns") - pl.col("span_ns").median().over(key)
+    outlasts = pl.col("done_ns") - pl.when(pl.len().over(rail) > 2).then(
+        pl.col("done_ns").median().over(rail)
+    ).otherwise(pl.col("done_ns").median().over(key))
     alone = ~pl.col("kind").is_in(IN_PAIRS) & (outlasts > OUTLASTS * pl.col("excess_ns"))
-    together = together.with_columns(
-        usual_ns=_usual("lag_ns", key).clip(0),
-        late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns", key).clip(0),
-    ).with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
+    # Who has more to send may have had more to compute before, as with experts of unequal load.
+    load = pl.col("sent_bytes") / pl.col("sent_bytes").median().over(key)
+    together = (
+        together.with_columns(relative_ns=pl.col("lag_ns") / load)
+        .with_columns(
+            usual_ns=pl.when(pl.col("kind") == "Group", load > 0)
+            .then(pl.max_horizontal(_usual("lag_ns", key), load * _usual("relative_ns", key)))
+            .otherwise(_usual("lag_ns", key))
+            .clip(0),
+            late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns", key).clip(0),
+        )
+        .with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
+    )
     # Nobody can send before the receiver has called.
     receivers = together.select(
         *key, pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
@@ -172,7 +227,8 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
         pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
     )
     return together.with_columns(
-        unfounded=seen & ((pl.col("lag_ns") > ends) | alone).fill_null(True) | waits.fill_null(False)
+        waits=waits.fill_null(False),
+        unfounded=seen & ((pl.col("came_ns") > ends) | alone).fill_null(True) | waits.fill_null(False),
     )
 
 
@@ -190,64 +246,83 @@ def _window_ns(ranks: pl.DataFrame) -> int:
     return int(last) - int(first) if isinstance(first, int) and isinstance(last, int) else 0
 
 
-def _costs(compared: pl.DataFrame) -> pl.DataFrame:
-    """Per process: `cost_ns` of all its lateness, how many `times`, when and where, most costly first."""
+def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Per process: `cost_ns` of all its lateness, how many `times`, when and where, most costly first; and the same per
+    machine, whose cost in an operator is that of its latest process."""
     least = pl.max_horizontal(LATE_BINS * pl.col("bin_ns"), pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns"))
-    late = compared.filter(pl.col("excess_ns") > least)
+    late = compared.filter(pl.col("excess_ns") > least, ~pl.col("waits"))
     founded = late.filter(~pl.col("unfounded"))
     if float(founded["excess_ns"].sum()) < (1 - MAX_UNFOUNDED) * float(late["excess_ns"].sum()):
         founded = founded.clear()
-    return (
+    costs = (
         founded.group_by(PROCESS)
         .agg(
             pl.col("excess_ns").sum().alias("cost_ns"),
             pl.len().alias("times"),
             pl.col("excess_ns").median(),
             pl.col("rank", "comm_id", "peer_rank").first(),
-            pl.col("kind").is_in(IN_PAIRS).mean().alias("pairs"),
             pl.col("call_ns").min().alias("first_ns"),
             pl.col("end_ns").max().alias("last_ns"),
         )
         .sort("cost_ns", *PROCESS, descending=[True, False, False])
     )
+    machines = (
+        founded.group_by("node", "comm_id", "step")
+        .agg(pl.col("excess_ns").max(), pl.col("kind").is_in(IN_PAIRS).any())
+        .group_by("node", "comm_id")
+        .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"), pairs=pl.col("kind").any())
+        .sort("cost_ns", "node", "comm_id", descending=[True, False, False])
+        .unique("node", keep="first", maintain_order=True)
+    )
+    return costs, machines
 
 
-def _stands_out(costs: pl.DataFrame, window_ns: int) -> dict[str, Any] | None:
-    """The process of the machine that is late by far the most; None when lateness is rare, small or spread."""
-    if costs.is_empty() or costs["cost_ns"][0] > 1.05 * window_ns:
-        return None
-    worst = costs.row(0, named=True)
-    others = costs.filter(pl.col("node") != worst["node"])
-    second = int(others["cost_ns"].max() or 0)  # type: ignore[arg-type]
-    over = OVER_NEXT_IN_PAIRS if worst["pairs"] > 0 else OVER_NEXT
-    enough = worst["cost_ns"] >= COST_SHARE * window_ns and worst["cost_ns"] >= over * second
-    clearly = worst["cost_ns"] >= max(CLEAR_SHARE * window_ns, CLEAR_OVER * second)
-    return worst if enough and worst["times"] >= (MIN_TIMES_CLEAR if clearly else MIN_TIMES) else None
+def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> list[str]:
+    """The machine that is late by far the most, or two; [] when lateness is rare, small or spread."""
+    if machines.is_empty() or costs["cost_ns"][0] > 1.05 * window_ns:
+        return []
+    pairs = bool(machines["pairs"][0])
+    cost, times = machines["cost_ns"].to_list(), machines["times"].to_list()
+
+    def clear(first: int, following: int) -> bool:
+        after = cost[following] if len(cost) > following else 0.0
+        return any(
+            cost[first] >= share * window_ns
+            and cost[first] >= max(over, OVER_NEXT_IN_PAIRS if pairs else 0.0) * after
+            and times[first] >= least
+            for share, over, least in ENOUGH
+        )
+
+    if clear(0, 1):
+        return machines["node"].to_list()[:1]
+    return []
 
 
-def _finding(worst: dict[str, Any], costs: pl.DataFrame, compared: pl.DataFrame, window_ns: int) -> Finding:
+def _finding(
+    worst: dict[str, Any], costs: pl.DataFrame, machines: pl.DataFrame, compared: pl.DataFrame, window_ns: int
+) -> Finding:
     here = costs.filter(pl.col("node") == worst["node"], pl.col("pid") != worst["pid"])
     next_rank = int(here["cost_ns"].max() or 0)  # type: ignore[arg-type]
     one = worst["cost_ns"] >= OVER_NEXT_RANK * next_rank
-    others = costs.filter(pl.col("node") != worst["node"])
-    second = int(others["cost_ns"].max() or 0)  # type: ignore[arg-type]
+    cost_ns, times = machines.select("cost_ns", "times").row(0)
+    second = int(machines["cost_ns"][1]) if machines.height > 1 else 0
     who = f"Rank {worst['rank']}" if one else f"{worst['node']}"
     text = (
         f"{who} enters operators {worst['excess_ns'] / 1e6:.2f} ms later than its peers after its previous one ended "
-        f"({worst['times']} times, {worst['cost_ns'] / 1e6:.1f} ms in all; on the next machine {second / 1e6:.1f} ms); "
+        f"({times} times, {cost_ns / 1e6:.1f} ms in all; on the next machine {second / 1e6:.1f} ms); "
         "all others wait for it."
     )
-    margin = min(1.0, worst["cost_ns"] / max(1.0, 10.0 * second))
+    margin = min(1.0, cost_ns / max(1.0, 10.0 * second))
     return Finding(
         kind="gpu-slow",
         cause="compute",
         scope="node",
-        confidence=round(min(0.95, 0.6 + 0.2 * margin + 0.15 * min(1.0, worst["times"] / 10)), 3),
-        slowdown=round(window_ns / max(1, window_ns - worst["cost_ns"]), 3),
+        confidence=round(min(0.95, 0.6 + 0.2 * margin + 0.15 * min(1.0, times / 10)), 3),
+        slowdown=round(window_ns / max(1, window_ns - cost_ns), 3),
         first_ns=int(worst["first_ns"]),
         last_ns=int(worst["last_ns"]),
-        lost_ns=int(worst["cost_ns"]),
-        evidence=[Evidence("start_lag_ns", float(worst["excess_ns"]), 0.0, int(worst["times"]), text)],
+        lost_ns=int(cost_ns),
+        evidence=[Evidence("start_lag_ns", float(worst["excess_ns"]), 0.0, int(times), text)],
         node=worst["node"],
         rank=worst["rank"] if one else None,
         pid=worst["pid"] if one else None,

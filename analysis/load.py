@@ -50,7 +50,7 @@ class Recording:
         self.manifests = list(manifests)
         self._damaged = list(damaged)
         self.lives = queue_pairs(self.tables.get("qps", empty("qps")))
-        self.samples = Samples(parts, tables.get("samples"), self.lives)
+        self.samples = Samples(parts, tables.get("samples"), self.lives, self.tables.get("port_samples"))
 
     def __getitem__(self, table: str) -> pl.DataFrame:
         """The table in memory; of the samples, all rows of all sources."""

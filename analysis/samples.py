@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pulse_bpf.analysis.pairing import FOREVER, QP
+from pulse_bpf.analysis.ports import Ports
 from pulse_bpf.schema import I64, SAMPLES, STR, U8, U32, U64, conform, flow_id
 
 PORT = ["node", "nic", "port", "direction"]
@@ -64,11 +65,18 @@ class Samples:
 
     The source with the narrowest bins is taken, by name where equal. Rows without a flow get that of the life (in
     `lives`, as pairing.queue_pairs gives them) of their QP that had begun by then, or of the QP where there is none.
-    `unlisted` has flow and QP of the flows met so far that are not in `lives`.
+    `unlisted` has flow and QP of the flows met so far that are not in `lives`. `ports` are the port_samples.
     """
 
-    def __init__(self, paths: Sequence[Path], frame: pl.DataFrame | None, lives: pl.DataFrame) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        frame: pl.DataFrame | None,
+        lives: pl.DataFrame,
+        ports: pl.DataFrame | None = None,
+    ) -> None:
         self._lives = lives
+        self._port_samples = ports
         self._listed = lives["flow"].to_numpy()
         self.unlisted = lives.select("flow", *QP).clear()
         self._unreadable: dict[Path, str] = {}
@@ -140,7 +148,25 @@ class Samples:
             lanes.setdefault(tuple(self.nodes) if mixed else part.nodes, []).append(part)
         for nodes in sorted(lanes):
             for until_ns, rows in self._in_time(lanes[nodes], since_ns, wanted):
+                if self._ports is not None:
+                    rows = self._ports.narrowed(rows, self._places)
                 yield Batch(nodes, until_ns, rows)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[str, str, int]]:
+        """Of each flow that is listed: its node, NIC and port."""
+        where = self._lives.select("flow", "node", "nic", pl.col("port").fill_null(0))
+        return {flow: (node, nic, port) for flow, node, nic, port in where.iter_rows()}
+
+    @cached_property
+    def _ports(self) -> Ports | None:
+        """What ports say of the time in which their queue pairs moved what; None where they say nothing."""
+        if self._port_samples is None or self._port_samples.is_empty():
+            return None
+        parts = [rows for part in self._parts for rows in self._rows(part)]
+        rows = pl.concat([pl.DataFrame(schema=BATCH), *parts])
+        where = self._lives.select("flow", "node", "nic", "port")
+        return Ports(self._port_samples, rows.join(where, on="flow"))
 
     def _in_time(
         self, parts: list[_Part], since_ns: int, wanted: Collection[int]

@@ -39,12 +39,14 @@ def find_stalls(aligned: pl.DataFrame) -> list[Finding]:
         if operators < MIN_OPERATORS:
             continue
         begins = silent.drop_nulls(first).filter(pl.col(first) == pl.col(first).min().over(KEY))
-        votes = begins.group_by(edge).agg(pl.len().alias("times"))
-        worst = votes.sort("times", *edge, descending=[True] + [False] * 4).row(0, named=True)
+        # Where it begins on several flows at once, each may be the one.
+        shares = begins.with_columns(part=1 / pl.len().over(KEY))
+        votes = shares.group_by(edge).agg(pl.len().alias("times"), pl.col("part").sum())
+        worst = votes.sort("part", *edge, descending=[True] + [False] * 4).row(0, named=True)
         of_span = pl.col(silence) / pl.col("span_ns")
         usual = float(silent.filter(pl.col(silence) > 0).select(of_span.median()).item())
         # Where there are long silences, they tell, and the short ones between them do not.
-        found = worst["times"] >= FIRST * operators and usual > share
+        found = worst["part"] >= FIRST * operators and usual > share
         return [_finding(worst, operators, usual, silent, silence)] if found else []
     return []
 

@@ -9,7 +9,7 @@ from pulse_bpf.analysis import metrics
 from pulse_bpf.analysis.attribute import FLOWS
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.loss import find_loss
-from pulse_bpf.analysis.marked import find_marked
+from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.schema import EVENTS
 
@@ -157,8 +157,30 @@ def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() 
     waiting = ring(last_byte_ns=pl.col("last_byte_ns") + longer)
     assert find_marked(waiting, flows, marks, events) == []
     assert find_marked(stretched, flows, None, events) == []
-    assert find_marked(stretched.with_columns(bin_ns=pl.lit(2 * MS)), flows, marks, events) == []
-    assert find_marked(stretched.with_columns(kind=pl.lit("Group")), flows, marks, events) == []
+    assert find_marked(stretched.with_columns(bin_ns=pl.lit(3 * MS)), flows, marks, events) == []
+
+
+def test_a_sender_that_is_always_marked_is_compared_with_those_that_never_are() -> None:
+    flows = pl.DataFrame(
+        {"node": ["b"], "nic": "mlx5_0", "qpn": [7], "peer_node": ["c"], "peer_nic": "mlx5_0"},
+        schema_overrides=FLOWS,
+    )
+    marks, events = asked(range(OPERATORS))
+    longer = pl.when(pl.col("node") == "b").then(3 * MS).otherwise(0)
+    (item,) = find_marked(ring(active_ns=pl.col("active_ns") + longer), flows, marks, events)
+    assert item.slowdown == pytest.approx(8 / 5)
+    assert find_marked(ring(), flows, marks, events) == []
+
+
+def test_the_network_is_pressed_where_few_ports_are_marked_much_and_the_others_not() -> None:
+    def counted(*marks: int) -> pl.DataFrame:
+        return pl.DataFrame({"node": NODES, "nic": "mlx5_0", "marks": marks})
+
+    assert pressed(counted(0, 500, 0, 0))
+    assert not pressed(None)
+    assert not pressed(counted(0, 50, 0, 0))
+    assert not pressed(counted(0, 150, 40, 0))
+    assert not pressed(counted(500, 500, 500, 500))
 
 
 def test_silence_that_begins_at_one_flow_names_its_two_ends() -> None:

@@ -1,0 +1,133 @@
+"""What the queue pairs of a port moved, in its own narrow bins where the queue pairs are read now and then only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+Longs = NDArray[np.int64]
+Where = tuple[str, str, int, int]  # node, nic, port, and 1 for what it sent
+
+# A port's bins are worth taking when so many of them make one of its queue pairs'.
+NARROWER = 4
+# A queue pair with less than this of what its port moves in a bin of its own carries no data there; of the port's bins
+# with data, those in which one that carries data must do so: then all carry the same operators.
+LEAST_PART, TOGETHER = 0.02, 0.8
+# Packets are control packets where they are no longer on average.
+CONTROL_BYTES = 300
+
+
+@dataclass(frozen=True)
+class _Port:
+    """A port's bins in the order of time: when they begin, how long they are, and all that moved up to each."""
+
+    t_ns: Longs
+    bin_ns: int
+    moved: NDArray[np.float64]  # one longer: 0 first
+
+
+class Ports:
+    """The ports in `samples` (port_samples) whose queue pairs all carry the same operators, by their rows `coarse`.
+
+    `coarse` are all rows of the samples, with node, nic, port. Where several communicators share a port, what
+    moved in a bin of it is not known to be one's or the other's: such ports are left out.
+    """
+
+    def __init__(self, samples: pl.DataFrame, coarse: pl.DataFrame) -> None:
+        self._ports: dict[Where, _Port] = {}
+        together = {tuple(row) for row in _together(coarse).iter_rows()}
+        rows = samples.drop_nulls(["node", "nic", "direction", "t_ns", "bin_ns", "bytes"]).filter(
+            pl.col("bin_ns") > 0
+        )
+        for (node, nic, port, sent), own in rows.group_by("node", "nic", "port", pl.col("direction") == "tx"):
+            where = (str(node), str(nic), int(str(port or 0)), int(bool(sent)))
+            if where in together:
+                own = own.sort("bin_ns", "t_ns").filter(pl.col("bin_ns") == pl.col("bin_ns").first())
+                data = own["bytes"].to_numpy().astype(np.float64)
+                size = data / np.maximum(1, own["packets"].fill_null(0).to_numpy())
+                # Where only control packets moved, no data did.
+                data[(size < CONTROL_BYTES) & (own["packets"].fill_null(0).to_numpy() > 0)] = 0
+                moved = np.concatenate([[0.0], np.cumsum(data)])
+                self._ports[where] = _Port(own["t_ns"].to_numpy(), int(own["bin_ns"][0]), moved)
+
+    def narrowed(self, rows: pl.DataFrame, places: dict[int, tuple[str, str, int]]) -> pl.DataFrame:
+        """The `rows` (samples.BATCH), those of known ports spread over the port's bins as its bytes are.
+
+        `places`: where each flow is. What a row counts is kept exactly.
+        """
+        if not self._ports or rows.is_empty():
+            return rows
+        keys = rows.select("flow", "tx").with_row_index("row").group_by("flow", "tx").agg("row")
+        spread: list[pl.DataFrame] = []
+        taken = np.zeros(rows.height, bool)
+        for flow, sent, numbers in keys.iter_rows():
+            place = places.get(flow)
+            port = self._ports.get((*place, int(sent))) if place else None
+            if port is None:
+                continue
+            number = np.asarray(numbers, np.int64)
+            part = _spread(rows[number], port)
+            if part is not None:
+                taken[number] = True
+                spread.append(part.select(rows.columns))
+        if not spread:
+            return rows
+        return pl.concat([rows.filter(pl.Series(~taken)), *spread]).sort(
+            "flow", "tx", "t_ns", maintain_order=True
+        )
+
+
+def _spread(rows: pl.DataFrame, port: _Port) -> pl.DataFrame | None:
+    """`rows` of one flow and direction over the bins of its port; None where these are no narrower."""
+    t_ns, width = rows["t_ns"].to_numpy(), rows["bin_ns"].to_numpy().astype(np.int64)
+    if width.min() < NARROWER * port.bin_ns:
+        return None
+    begin, end = np.searchsorted(port.t_ns, t_ns), np.searchsorted(port.t_ns, t_ns + width)
+    whole = port.moved[end] - port.moved[begin]
+    if (whole == 0).any():
+        # Its port did not see it: the clocks of the two readers, or a reader that lost rows.
+        begin, end = begin[whole > 0], end[whole > 0]
+        rows, whole = rows.filter(pl.Series(whole > 0)), whole[whole > 0]
+        if rows.is_empty():
+            return None
+    count = end - begin
+    row = np.repeat(np.arange(len(count)), count)
+    at = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + begin[row]
+    before = (port.moved[at] - port.moved[begin[row]]) / whole[row]
+    after = (port.moved[at + 1] - port.moved[begin[row]]) / whole[row]
+    parts = {}
+    for name in ("bytes", "retx_bytes", "ctl_packets"):
+        total = rows[name].to_numpy().astype(np.float64)[row]
+        parts[name] = np.rint(total * after) - np.rint(total * before)
+    some = parts["bytes"] > 0
+    return pl.DataFrame(
+        {
+            "flow": rows["flow"].to_numpy()[row][some],
+            "tx": rows["tx"].to_numpy()[row][some],
+            "t_ns": port.t_ns[at][some],
+            "bin_ns": np.full(int(some.sum()), port.bin_ns),
+            **{name: part[some] for name, part in parts.items()},
+        }
+    ).cast(rows.schema)
+
+
+def _together(coarse: pl.DataFrame) -> pl.DataFrame:
+    """node, nic, port and direction of the ports whose queue pairs with data carry it at the same times."""
+    port = ["node", "nic", "port", "tx"]
+    data = coarse.with_columns(pl.col("port").fill_null(0)).filter(
+        pl.col("bytes") >= LEAST_PART * pl.col("bytes").sum().over(*port, "t_ns")
+    )
+    # What a queue pair moves in all counts: the tail of an operator may end in any of them.
+    bins = data.group_by(*port).agg(pl.col("t_ns").n_unique().alias("bins"))
+    flows = data.group_by(*port, "flow").agg(pl.col("t_ns").n_unique().alias("used"), pl.col("bytes").sum())
+    flows = flows.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").sum().over(port))
+    return (
+        flows.join(bins, on=port)
+        .group_by(port)
+        .agg((pl.col("used") >= TOGETHER * pl.col("bins")).all().alias("all"))
+        .filter("all")
+        .select("node", "nic", pl.col("port").cast(pl.Int64), pl.col("tx").cast(pl.Int64))
+    )

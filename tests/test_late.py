@@ -1,0 +1,154 @@
+"""Who comes late to operators by its own doing, from hand-made rows: one per process, operator and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import polars as pl
+import pytest
+
+from pulse_bpf.analysis.align import align
+from pulse_bpf.analysis.late import excesses, find_late, lags
+from pulse_bpf.analysis.metrics import OPERATORS
+from pulse_bpf.analysis.stalls import find_stalls
+from pulse_bpf.schema import empty
+
+MS = 1_000_000
+RANKS, STEPS, PERIOD_NS, SPAN_NS = 6, 12, 20 * MS, 5 * MS
+
+
+def _rows(
+    kind: str = "AllReduce",
+    late_ns: Callable[[int, int], int] = lambda rank, step: 0,
+    call_late_ns: Callable[[int, int], int] = lambda rank, step: 0,
+    sent_bytes: Callable[[int, int], int] = lambda rank, step: 10_000_000,
+    received: bool = True,
+) -> pl.DataFrame:
+    """STEPS operators in which each rank sends to the next one; all end SPAN_NS after the last has come."""
+    rows: list[dict[str, object]] = []
+    for step in range(STEPS):
+        begin_ns = step * PERIOD_NS
+        entries = [begin_ns + late_ns(rank, step) for rank in range(RANKS)]
+        end_ns = max(entries) + SPAN_NS
+        for rank in range(RANKS):
+            ways = {"tx": (rank + 1) % RANKS} | ({"rx": (rank - 1) % RANKS} if received else {})
+            for way, peer in ways.items():
+                rows.append(
+                    {
+                        "level": "flow",
+                        "node": f"node{rank}",
+                        "nic": "mlx5_0",
+                        "pid": 10 + rank,
+                        "comm_id": "world",
+                        "rank": rank,
+                        "nranks": RANKS,
+                        "peer_rank": peer,
+                        "peer_node": f"node{peer}",
+                        "direction": way,
+                        "kind": kind,
+                        "op_bytes": 10_000_000,
+                        "op_seq": step,
+                        "program_pos": step,
+                        "nccl_seq": step,
+                        "call_ns": begin_ns - MS + call_late_ns(rank, step),
+                        "start_ns": entries[rank if way == "tx" else peer],
+                        "last_byte_ns": end_ns,
+                        "end_ns": end_ns,
+                        "bin_ns": 20_000,
+                        "bytes": sent_bytes(rank if way == "tx" else peer, step),
+                    }
+                )
+    frame = pl.DataFrame(rows)
+    return frame.select(
+        (pl.col(name) if name in frame.columns else pl.lit(None)).cast(dtype).alias(name)
+        for name, dtype in OPERATORS.items()
+    )
+
+
+def _late(rows: pl.DataFrame) -> list[tuple[str | None, int]]:
+    found = find_late(lags(align(rows), True), empty("comms"), None)
+    return [(finding.node, int(finding.lost_ns or 0)) for finding in found]
+
+
+@pytest.mark.parametrize("kind", ["AllReduce", "Group"])
+@pytest.mark.parametrize("received", [True, False])
+def test_a_rank_that_is_late_after_its_own_previous_end_is_named(kind: str, received: bool) -> None:
+    rows = _rows(kind, late_ns=lambda rank, step: 4 * MS if rank == 2 else 0, received=received)
+    assert _late(rows) == [("node2", 4 * MS * (STEPS - 1))]
+
+
+def test_nobody_is_named_when_all_are_equally_late() -> None:
+    assert _late(_rows(late_ns=lambda rank, step: 4 * MS)) == []
+
+
+def test_a_single_long_delay_is_enough_when_nobody_else_has_any() -> None:
+    rows = _rows(late_ns=lambda rank, step: 15 * MS if (rank, step) == (1, 5) else 0)
+    assert _late(rows) == [("node1", 15 * MS)]
+    elsewhere = _rows(late_ns=lambda rank, step: {(1, 5): 15 * MS, (3, 8): 12 * MS}.get((rank, step), 0))
+    assert _late(elsewhere) == []
+
+
+def test_an_expert_with_more_tokens_is_no_slow_machine() -> None:
+    """It computes longer before it sends, and sends more."""
+    rows = _rows(
+        "Group",
+        late_ns=lambda rank, step: 6 * MS if rank == 2 else 2 * MS,
+        sent_bytes=lambda rank, step: 40_000_000 if rank == 2 else 10_000_000,
+    )
+    assert _late(rows) == []
+
+
+def test_a_rank_that_cannot_send_before_its_receiver_has_called_is_not_late() -> None:
+    """Receiver 2 calls late, and so sends late; rank 1 sends late because of that alone."""
+    rows = _rows(
+        late_ns=lambda rank, step: 5 * MS if rank in (1, 2) else 0,
+        call_late_ns=lambda rank, step: 5 * MS if rank == 2 else 0,
+    )
+    ranks = excesses(lags(align(rows), True))
+    assert ranks.filter("waits")["rank"].unique().to_list() == [1]
+    assert [node for node, _ in _late(rows)] == ["node2"]
+
+
+def test_what_is_seen_in_bins_as_wide_as_operators_are_apart_says_nothing() -> None:
+    rows = _rows(late_ns=lambda rank, step: 15 * MS if rank == 2 else 0)
+    assert _late(rows.with_columns(bin_ns=pl.lit(10 * MS, pl.Int64))) == []
+
+
+@pytest.mark.parametrize("missed", [1, 2, 5])
+def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: int) -> None:
+    """Within a volley calls are nearer to each other than ranks are apart."""
+    calls = [
+        {
+            "comm_id": "ring",
+            "rank": rank,
+            "op_seq": volley * 7 + place - (missed if rank else 0),
+            "kind": "Group",
+            "call_ns": volley * 200 * MS + place * 30_000 + 40_000 * rank,
+        }
+        for rank in range(3)
+        for volley in range(4)
+        for place in range(7)
+        if rank == 0 or volley * 7 + place >= missed
+    ]
+    frame = pl.DataFrame(calls).with_columns(
+        pl.col("op_seq").cast(pl.UInt64),
+        pl.col("rank").cast(pl.Int32),
+        op_bytes=pl.lit(None, pl.UInt64),
+        nccl_seq=pl.lit(None, pl.UInt64),
+    )
+    apart = align(frame).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
+    assert apart["call_ns"].max() == 80_000
+
+
+@pytest.mark.parametrize(("alone", "named"), [(True, True), (False, False)])
+def test_a_silence_that_begins_on_two_flows_at_once_is_held_against_neither(alone: bool, named: bool) -> None:
+    rows = pl.concat(
+        [_rows(), _rows().with_columns(op_seq=pl.col("op_seq") + STEPS, nccl_seq=pl.col("nccl_seq") + STEPS)]
+    )
+    first = {0: 0, 1: 0 if not alone else 50_000, 2: 100_000, 3: 150_000, 4: 200_000, 5: 200_000}
+    rows = rows.with_columns(
+        stall_ns=pl.lit(SPAN_NS // 2, pl.Int64),
+        first_stall_ns=pl.col("start_ns") + pl.col("rank").replace_strict(first, return_dtype=pl.Int64),
+    )
+    found = find_stalls(align(rows))
+    assert [finding.nodes for finding in found] == ([["node0", "node1"]] if named else [])

@@ -1,0 +1,71 @@
+"""Queue pairs that are read now and then, and what the port says of the time in between."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from pulse_bpf.analysis.ports import Ports
+from pulse_bpf.analysis.samples import BATCH
+
+WIDE_NS, BIN_NS = 10_000_000, 100_000
+PLACES = {1: ("a", "mlx5_0", 1), 2: ("a", "mlx5_0", 1)}
+
+
+def _coarse(rows: list[tuple[int, int, int]]) -> pl.DataFrame:
+    """flow, number of the wide bin, bytes."""
+    columns = {
+        "flow": 0,
+        "tx": 1,
+        "t_ns": 0,
+        "bin_ns": WIDE_NS,
+        "bytes": 0,
+        "retx_bytes": 0,
+        "ctl_packets": 0,
+    }
+    given = [columns | {"flow": flow, "t_ns": number * WIDE_NS, "bytes": size} for flow, number, size in rows]
+    return pl.DataFrame(given).cast(dict(BATCH))
+
+
+def _port(bins: dict[int, tuple[int, int]]) -> pl.DataFrame:
+    """Bytes and packets of each of the narrow bins."""
+    return pl.DataFrame(
+        [
+            {"node": "a", "nic": "mlx5_0", "port": 1, "direction": "tx", "t_ns": number * BIN_NS}
+            | {"bin_ns": BIN_NS, "bytes": size, "packets": packets}
+            for number, (size, packets) in bins.items()
+        ]
+    )
+
+
+def _ports(port: pl.DataFrame, rows: pl.DataFrame) -> Ports:
+    where = pl.DataFrame(
+        [(flow, *place) for flow, place in PLACES.items()],
+        schema=["flow", "node", "nic", "port"],
+        orient="row",
+    )
+    return Ports(port, rows.join(where.with_columns(pl.col("flow").cast(pl.UInt64)), on="flow"))
+
+
+def test_bytes_are_where_the_port_has_them_and_none_is_lost() -> None:
+    rows = _coarse([(1, 0, 1001), (2, 0, 3003)])
+    port = _port({5: (2000, 2), 6: (1000, 1), 7: (66, 1), 40: (1000, 1)})
+    found = _ports(port, rows).narrowed(rows, PLACES)
+    assert found.group_by("flow").agg(pl.col("bytes").sum()).sort("flow").rows() == [(1, 1001), (2, 3003)]
+    one = found.filter(pl.col("flow") == 1)
+    # Not where there were only control packets.
+    assert one["t_ns"].to_list() == [5 * BIN_NS, 6 * BIN_NS, 40 * BIN_NS]
+    assert one["bin_ns"].unique().to_list() == [BIN_NS]
+    assert one["bytes"].to_list() == [500, 251, 250]
+
+
+def test_a_port_of_two_jobs_stays_as_it_is() -> None:
+    """What moves in a bin of the port is not known to be one's or the other's."""
+    rows = _coarse([(1, number, 1000) for number in range(5)] + [(2, number, 1000) for number in range(2, 9)])
+    port = _port(dict.fromkeys(range(0, 900, 10), (100, 1)))
+    assert _ports(port, rows).narrowed(rows, PLACES).equals(rows)
+
+
+def test_bins_of_the_port_that_are_hardly_narrower_are_not_taken() -> None:
+    rows = _coarse([(1, number, 1000) for number in range(5)])
+    port = _port({0: (100, 1)}).with_columns(bin_ns=pl.lit(WIDE_NS // 2))
+    assert _ports(port, rows).narrowed(rows, PLACES).equals(rows)
