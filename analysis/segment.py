@@ -156,7 +156,12 @@ class Volumes:
         pairs = pairs.with_columns(
             direct=direct.fill_null(0.0), ring=ring.fill_null(0.0), seen=pl.col("first_call_ns") < until_ns
         )
-        carried = pairs.filter("seen").group_by("group", "of_size").agg(pl.col("direct", "ring").sum())
+        # Calls are recorded before the first byte is counted, and after the last.
+        carried = (
+            pairs.filter("seen", pl.col("call_ns").is_between("from_ns", "to_ns"))
+            .group_by("group", "of_size")
+            .agg(pl.col("direct", "ring").sum())
+        )
         # More than the group carries in all is no part of it.
         unused = carried.join(groups.select("group", "total"), on="group").filter(
             pl.col("ring") > MOST * pl.col("total")

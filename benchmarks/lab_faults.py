@@ -62,7 +62,8 @@ def _runs(output: Path) -> dict[Path, dict[str, Any]]:
 
 
 def _report(runs: dict[Path, dict[str, Any]], scenarios: list[str], arguments: argparse.Namespace) -> int:
-    table = Table("scenario", "runs", *OUTCOMES, "kind right", "healthy machines named", "undecided")
+    """Prints how often each fault was named and how well, of what kind rightly, and how many healthy hosts were."""
+    table = Table("scenario", "runs", *OUTCOMES, "kind", "accused", "undecided", box=None)
     right = True
     for scenario in scenarios:
         verdicts, scores = [], []
@@ -73,7 +74,8 @@ def _report(runs: dict[Path, dict[str, Any]], scenarios: list[str], arguments: a
                 scores.append(score(findings, truth, arguments.hosts))
                 right = right and _is_right(scores[-1])
                 if not _is_right(scores[-1]):
-                    print(f"{run}: {findings['verdict']}, {findings['findings'] or findings['missing']}")
+                    said = findings["findings"] or findings["coverage"]["missing"]
+                    print(f"{run}: {findings['verdict']}, {said}")
         outcomes = Counter(outcome for one in scores for outcome in one.outcomes)
         counts = [
             *(outcomes[outcome] for outcome in OUTCOMES),

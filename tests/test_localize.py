@@ -117,6 +117,24 @@ def test_a_fault_that_begins_half_way_is_found_and_dated() -> None:
     assert abs(findings.findings[0].first_ns - begins) < 600 * BIN_NS
 
 
+def test_calls_before_the_first_byte_was_counted_take_none_of_what_was_counted() -> None:
+    """Calls are recorded at once, bytes only when the readers have started: long after where that is slow."""
+    frames = dict(played(kinds=("AllReduce", "Group")))
+    ops, copies = frames["ops"], 20
+    lasts_ns = ops["call_ns"].max() - ops["call_ns"].min() + 1_000_000  # type: ignore[operator]
+    frames["ops"] = pl.concat(
+        ops.with_columns(
+            pl.col("call_ns") - (copies - copy) * lasts_ns,
+            pl.col("seq") + copy * len(ops),
+            pl.col("group") + copy * len(ops),
+        )
+        for copy in range(copies + 1)
+    )
+    findings = verdict(frames)
+    assert findings.verdict == "healthy"
+    assert findings.coverage["bytes_in_operators"] > 0.95 * findings.coverage["bytes"]
+
+
 def test_loss_on_a_host_and_on_one_of_its_links() -> None:
     host = verdict(played(Fault("loss", 2, 0.02)))
     assert accused(host) == [("nic", "node2", None)]

@@ -20,8 +20,10 @@ from pulse_bpf.errors import HostError
 from pulse_bpf.lab import CACHE
 
 _HERE = Path(__file__).parent
+# Where the emulator gets no CPU for a while, the kernel finds its timer broken and its CPUs locked up, and panics.
 _KERNEL_ARGUMENTS = (
-    "console=ttyS0 quiet panic=-1 softlockup_panic=1 mitigations=off tsc=reliable random.trust_cpu=on"
+    "console=ttyS0 quiet panic=-1 softlockup_panic=1 mitigations=off tsc=reliable random.trust_cpu=on "
+    "no_timer_check watchdog_thresh=60"
 )
 _BOOT_MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
 # The package that depends on the current kernel: Debian's, then Ubuntu's.
