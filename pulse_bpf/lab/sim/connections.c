@@ -3,17 +3,8 @@
 
 #include <math.h>
 
-static int on_network(const struct connection *c) {
-    return c->in->flows > 0;
-}
-
 static int32_t flow_of(const struct connection *c, uint32_t slice) {
     return c->in->flow + (int32_t)(slice % (uint32_t)c->in->flows);
-}
-
-int has_slot(const struct connection *c) {
-    uint32_t freed = on_network(c) ? c->acked : c->consumed;
-    return c->filled - freed < (uint32_t)c->in->slots;
 }
 
 /* The receiver's proxy tells the sender of free slots, as far as calls have been made that will use them. */
@@ -22,7 +13,7 @@ void try_grant(struct engine *e, int32_t connection) {
     double resumes_ns = resumes(e, PROXY, c->in->dst_proxy, e->now);
     if (c->waits_to_grant || e->gpus[c->in->dst_proxy].killed)
         return;
-    while (c->promised != c->planned && c->promised - c->consumed < (uint32_t)c->in->slots) {
+    while (c->promised != c->planned && c->promised - c->consumed < c->slots) {
         int32_t flow = flow_of(c, c->promised);
         if (resumes_ns > e->now) {
             c->waits_to_grant = 1;
@@ -37,7 +28,7 @@ void try_grant(struct engine *e, int32_t connection) {
 
 void plan_receive(struct engine *e, int32_t connection, uint32_t slices) {
     e->connections[connection].planned += slices;
-    if (on_network(&e->connections[connection]))
+    if (e->connections[connection].networked)
         try_grant(e, connection);
 }
 
@@ -76,7 +67,7 @@ void try_post(struct engine *e, int32_t connection) {
 void fill_slice(struct engine *e, int32_t connection, double bytes, int32_t call) {
     struct connection *c = &e->connections[connection];
     struct slice *slice = &c->slices[c->filled++ % SLICES];
-    if (!on_network(c)) {
+    if (!c->networked) {
         c->arrived++;
         if (c->receiver)
             try_copy(e, c->receiver);
@@ -94,7 +85,7 @@ void fill_slice(struct engine *e, int32_t connection, double bytes, int32_t call
 
 void consume_slice(struct engine *e, int32_t connection, int32_t call) {
     struct connection *c = &e->connections[connection];
-    if (on_network(c)) {
+    if (c->networked) {
         struct moved *moved = (struct moved *)e->out->moved.data + c->slices[c->consumed % SLICES].moved;
         if (moved->recv_call == NONE)
             moved->recv_call = call;

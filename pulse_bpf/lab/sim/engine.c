@@ -200,6 +200,8 @@ static void set_up_network(struct engine *e) {
         set_loss(e, n);
     for (int64_t n = 0; n < in->connections_count; n++) {
         e->connections[n].in = &in->connections[n];
+        e->connections[n].slots = (uint32_t)in->connections[n].slots;
+        e->connections[n].networked = in->connections[n].flows > 0;
         e->connections[n].sender_call = e->connections[n].moved = NONE;
     }
 }

@@ -192,12 +192,12 @@ struct kernel;
 struct connection {
     const struct connection_in *in;
     uint32_t planned, granted, filled, posted, acked, arrived, consumed, promised;
-    uint32_t next_flow;
-    uint8_t waits_to_post, waits_to_grant;
-    struct slice slices[SLICES];
+    uint32_t slots;
+    uint8_t networked, waits_to_post, waits_to_grant;
     struct kernel *sender, *receiver;             /* those that use it now */
     struct kernel *sender_queue, *receiver_queue; /* and those that come after */
     int32_t sender_call, moved;
+    struct slice slices[SLICES];
 };
 
 /* One channel of one call on one GPU, or one of its two halves in a tree, or one side of a point-to-point. */
@@ -210,6 +210,7 @@ struct kernel {
     double part, done;
     int32_t step, steps, slice, slices, ring_ranks, ring_index;
     double chunk, chunk_max, bytes; /* bytes: of the slice that is being copied */
+    double sized, size;             /* what a chunk of `sized` bytes is cut into */
     struct kernel *next;            /* of those that wait for the same connection */
 };
 
@@ -361,7 +362,10 @@ void grant_due(struct engine *e, int32_t connection);
 void delivered_part(struct engine *e, int32_t connection, uint32_t slice);
 void arrived_due(struct engine *e, int32_t connection, uint32_t slice);
 void acked_due(struct engine *e, int32_t connection, uint32_t slice);
-int has_slot(const struct connection *c);
+
+static inline int has_slot(const struct connection *c) {
+    return c->filled - (c->networked ? c->acked : c->consumed) < c->slots;
+}
 
 /* kernels.c */
 void plan_call(struct engine *e, int32_t call);

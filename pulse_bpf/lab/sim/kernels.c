@@ -142,18 +142,22 @@ static double loops(const struct kernel *k) {
 }
 
 /* Bytes of the slice at which the kernel is. */
-static double slice_bytes(const struct kernel *k) {
-    double chunk = k->chunk, size, rest;
+static double slice_bytes(struct kernel *k) {
+    double chunk = k->chunk, rest;
     if (is_all_reduce_ring(k)) {
         int32_t place = (k->ring_index - 1 - k->step + 2 * k->ring_ranks) % k->ring_ranks;
         rest = k->part - k->done - place * k->chunk;
         chunk = rest < chunk ? rest : chunk;
     }
-    size = ceil(chunk / k->slices / CELL_BYTES) * CELL_BYTES;
-    if (k->slices > 1 && size < k->chunk_max / k->slices / 32)
-        size = floor(k->chunk_max / k->slices / 32);
-    rest = chunk - k->slice * size;
-    return rest <= 0 ? 0 : rest < size ? rest : size;
+    /* Nearly all chunks of a kernel are equal. */
+    if (chunk != k->sized) {
+        k->sized = chunk;
+        k->size = ceil(chunk / k->slices / CELL_BYTES) * CELL_BYTES;
+        if (k->slices > 1 && k->size < k->chunk_max / k->slices / 32)
+            k->size = floor(k->chunk_max / k->slices / 32);
+    }
+    rest = chunk - k->slice * k->size;
+    return rest <= 0 ? 0 : rest < k->size ? rest : k->size;
 }
 
 /* On to the next slice; 0 after the last. */
