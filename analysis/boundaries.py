@@ -19,6 +19,8 @@ TINY = 1e-4
 # How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
 # end.
 MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
+# Bins that what is carried between two calls fills at least where it is compared with their volumes.
+LEAST_BINS = 8
 # Pauses between calls of this share of the longest one are those in which a host waits.
 PAUSE_SHARE = 0.25
 
@@ -83,14 +85,15 @@ def _learn(
 ) -> tuple[Floats, bool]:
     """The bytes on the wire per expected byte of each operator, by kind, and whether the process is paced."""
     ratio = np.diff(low) / volume[:-1]
-    usable = volume[:-1] >= 8 * bin_bytes
+    usable = volume[:-1] >= LEAST_BINS * bin_bytes
     factor = np.ones(len(volume))
     agreeing = 0
     for number in np.unique(kind[:-1][usable]):
         chosen = usable & (kind[:-1] == number)
         middle = float(np.median(ratio[chosen]))
         least, most = (0.9, 2.2) if certain[:-1][chosen].any() else (LEAST_FACTOR, MOST_FACTOR)
-        if not least <= middle <= most:
+        # Of what runs far ahead, hardly a bin is carried between two calls, whatever the volume.
+        if not least <= middle <= most or middle * np.median(volume[:-1][chosen]) < LEAST_BINS * bin_bytes:
             continue
         near = np.abs(ratio - middle) <= PACED_TOLERANCE * middle + 2 * bin_bytes / volume[:-1]
         agreeing += int((near & chosen).sum())

@@ -45,3 +45,16 @@ def test_lost_samples_do_not_shift_what_follows() -> None:
     assert found.tolist() == (np.bincount(owner[seen]) * 4096).tolist()
     _, shifted = cut(t_ns[seen], net, BIN_NS, call_ns, volume, np.zeros(40, np.int64))
     assert shifted[17] == volume[17]  # with bytes of the next
+
+
+def test_calls_a_bin_apart_do_not_make_operators_of_a_bin() -> None:
+    """Each step calls an operator every bin, while the traffic of its first ones runs."""
+    steps, calls, bins = 6, 20, 40
+    begin = (np.arange(steps)[:, None] * (calls + 1) * bins + np.arange(calls) * bins) * BIN_NS
+    t_ns = (begin[:, :, None] + np.arange(bins) * BIN_NS).ravel()
+    call_ns = begin[:, :1] + np.arange(calls) * BIN_NS
+    volume = np.full(steps * calls, bins * 4096.0)
+    net = np.full(len(t_ns), 4096)
+    learned, found = cut(t_ns, net, BIN_NS, call_ns.ravel(), volume, np.zeros(steps * calls, np.int64))
+    assert not learned.paced
+    assert found.tolist() == volume.tolist()
