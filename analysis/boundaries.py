@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
-from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags
+from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
@@ -21,6 +22,8 @@ TINY = 1e-4
 MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
 # Bins that what is carried between two calls fills at least where it is compared with their volumes.
 LEAST_BINS = 8
+# Of the calls after a pause, so many tell of a host that waited.
+MOSTLY = 0.9
 # Pauses between calls of this share of the longest one are those in which a host waits.
 PAUSE_SHARE = 0.25
 
@@ -30,13 +33,15 @@ class Learned(NamedTuple):
 
     `paced`: the process waits for each operator before the next call, so the bytes between two calls are the first
     one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
-    operators and nobody else's call may bring their bytes.
+    operators and nobody else's call may bring their bytes. Where a process pauses for `step_ns` before a call, all
+    operators before it are done.
     """
 
     expected: Floats
     at: float
     paced: bool
     alone: bool
+    step_ns: float
 
 
 def learn(
@@ -68,11 +73,27 @@ def learn(
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        return Learned(expected, float(low[0]), True, True)
+        return Learned(expected, float(low[0]), True, True, np.inf)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
-    curve = Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes, lossy)
+    waited = _waited(first_ns, bin_ns)
+    anchored = np.zeros_like(waited)
+    if lossy and not paced:
+        # Bytes may be missing before such a call, but none is on its way.
+        calls_ns = first_ns[waited]
+        rows = np.array([quiet_at(t_ns, -NEVER, call_ns, bin_ns) for call_ns in calls_ns.tolist()], np.int64)
+        if (rows >= 0).sum() >= MOSTLY * len(rows):
+            anchored[np.flatnonzero(waited)[rows >= 0]] = True
+            low[anchored] = before[rows[rows >= 0]]
+    curve = Curve(low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored)
     expected, track = _fit(curve, expected, kind, certain)
-    return Learned(expected, float(track.starts[0]), paced, False)
+    step_ns = np.inf
+    if anchored.any():
+        steps = np.flatnonzero(anchored)
+        called = np.diff(np.r_[0, np.cumsum(expected)][steps])
+        carried = np.diff(low[steps])
+        if (carried <= called + VOLUME_TOLERANCE * called + 2 * bin_bytes).sum() >= MOSTLY * len(called):
+            step_ns = float(np.diff(first_ns, prepend=first_ns[0])[anchored].min())
+    return Learned(expected, float(track.starts[0]), paced, False, step_ns)
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:
@@ -113,6 +134,22 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
     expected = volume * best[0]
     best, expected = _by_kind(curve, kind, expected, best)
     guessed = expected
+    best, expected = _refined(curve, best, volume, kind, expected)
+    unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
+    if unseen.any():
+        expected = np.where(unseen, 0.0, expected)
+        best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
+    return expected, best[1]
+
+
+def _refined(
+    curve: Curve,
+    best: tuple[float, Track],
+    volume: Floats,
+    kind: NDArray[Any],
+    expected: Floats,
+) -> tuple[tuple[float, Track], Floats]:
+    """The track, and the bytes of each operator, learned from where operators end."""
     for _ in range(ROUNDS):
         refined = _refine(curve, best[1], volume, kind, expected)
         again = best_track(curve, refined, np.ones(1), float(best[1].starts[0]))
@@ -122,11 +159,7 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
         expected, best = refined, again
         if settled:
             break
-    unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
-    if unseen.any():
-        expected = np.where(unseen, 0.0, expected)
-        best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
-    return expected, best[1]
+    return best, expected
 
 
 def _by_kind(

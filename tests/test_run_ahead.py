@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from cuts import cut
 
+from pulse_bpf.analysis.curves import Longs
+
 BIN_NS = 1_000_000
 VOLUMES = np.array([192, 192, 384, 64]) * 1024
 STEPS = 10
@@ -58,3 +60,29 @@ def test_calls_a_bin_apart_do_not_make_operators_of_a_bin() -> None:
     learned, found = cut(t_ns, net, BIN_NS, call_ns.ravel(), volume, np.zeros(steps * calls, np.int64))
     assert not learned.paced
     assert found.tolist() == volume.tolist()
+
+
+def _steps(steps: int, sizes: list[int], pause: int) -> tuple[Longs, Longs, Longs]:
+    """Owner and time of the bins of operators of `sizes` bins, back to back in a step, and when they are called.
+
+    A step is called at once, `pause` bins after the last one ended.
+    """
+    bins = np.tile(sizes, steps)
+    begin = np.cumsum(bins) - bins + np.repeat(np.arange(1, steps + 1) * pause, len(sizes))
+    owner = np.repeat(np.arange(len(bins)), bins)
+    t_ns = np.concatenate([b + np.arange(n) for b, n in zip(begin, bins, strict=True)]) * BIN_NS
+    call_ns = begin[:: len(sizes), None] * BIN_NS + np.arange(len(sizes)) * 1000
+    return owner, t_ns, call_ns.ravel()
+
+
+def test_a_hole_spoils_no_operator_outside_of_it() -> None:
+    """Operators follow each other without a silence; of some, all samples are lost."""
+    sizes = [40] * 10
+    owner, t_ns, call_ns = _steps(5, sizes, 100)
+    begin, end = t_ns[owner == 13][10], t_ns[owner == 16][20]
+    seen = (t_ns < begin) | (t_ns >= end)
+    net = np.full(int(seen.sum()), 4096)
+    kind = np.zeros(50, np.int64)
+    _, found = cut(t_ns[seen], net, BIN_NS, call_ns, np.full(50, 40 * 4096.0), kind, lossy=True)
+    assert found.tolist() == (np.bincount(owner[seen], minlength=50) * 4096).tolist()
+    assert found[13:18].tolist() == [10 * 4096, 0, 0, 20 * 4096, 40 * 4096]
