@@ -133,8 +133,16 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
     best = best_track(curve, volume, factors)
     expected = volume * best[0]
     best, expected = _by_kind(curve, kind, expected, best)
-    guessed = expected
-    best, expected = _refined(curve, best, volume, kind, expected)
+    first, guessed = best, expected
+    best, expected = _refined(curve, best, volume, kind, expected, np.zeros_like(certain))
+    by_protocol = np.isclose((guessed / volume)[:, None], PROTOCOLS, rtol=1e-9).any(1)
+    moved = by_protocol & (np.abs(expected - guessed) > LINES)
+    if moved.any():
+        # More than rounding: silences inside of operators, whose number exceeds that of what was learned only where
+        # it is true.
+        again, kept = _refined(curve, first, volume, kind, guessed, moved)
+        if best[1].snapped.sum() <= again[1].snapped.sum() + len(np.unique(kind[moved])):
+            best, expected = again, kept
     unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
@@ -148,10 +156,11 @@ def _refined(
     volume: Floats,
     kind: NDArray[Any],
     expected: Floats,
+    exact: Flags,
 ) -> tuple[tuple[float, Track], Floats]:
-    """The track, and the bytes of each operator, learned from where operators end."""
+    """The track, and the bytes of each operator, learned from where operators end; those that are `exact` stay."""
     for _ in range(ROUNDS):
-        refined = _refine(curve, best[1], volume, kind, expected)
+        refined = _refine(curve, best[1], volume, kind, expected, exact)
         again = best_track(curve, refined, np.ones(1), float(best[1].starts[0]))
         if again[1].score < best[1].score:
             break
@@ -224,11 +233,13 @@ def _hull(low: Floats, position: Floats) -> Longs:
 
 
 @compiled
-def _refine(curve: Curve, track: Track, volume: Floats, kind: Longs, expected: Floats) -> Floats:
+def _refine(
+    curve: Curve, track: Track, volume: Floats, kind: Longs, expected: Floats, exact: Flags
+) -> Floats:
     """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
 
-    Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left
-    out of a second pass.
+    Those that are `exact` stay, and kinds that nothing is learned of. Intervals that fit badly, which hold lost bytes,
+    are left out of a second pass.
     """
     count = len(volume)
     numbers = np.unique(kind)
@@ -254,18 +265,24 @@ def _refine(curve: Curve, track: Track, volume: Floats, kind: Longs, expected: F
         mark, marks, broken = end, marks + 1, False
     if number == 0 or marks < 3:
         return expected
-    rows, sizes = rows[:, :number], sizes[:number]
-    if rows.max() == 0:
+    free = np.ones(len(numbers), np.bool_)
+    free[which[exact]] = False
+    sizes = sizes[:number] - rows[~free, :number].sum(0)
+    rows = rows[free, :number]
+    if rows.size == 0 or rows.max() == 0:
         return expected
     scale = np.ones(len(numbers))
     kept = np.ones(number, np.bool_)
     for _ in range(2):
-        scale = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
-        off = _misfit(rows, sizes, scale)
+        scale[free] = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
+        off = _misfit(rows, sizes, scale[free])
         kept = off <= max(np.median(off) * 4, 1.0)
     refined = np.empty(count)
     for index in range(count):
         factor = scale[which[index]]
+        if exact[index]:
+            refined[index] = expected[index]
+            continue
         # Too few bytes to be told from what is lost in the others' rounding.
         refined[index] = round(expected[index] * factor, 3) if LEAST_FACTOR <= factor <= MOST_FACTOR else 0.0
     return refined

@@ -86,3 +86,15 @@ def test_a_hole_spoils_no_operator_outside_of_it() -> None:
     _, found = cut(t_ns[seen], net, BIN_NS, call_ns, np.full(50, 40 * 4096.0), kind, lossy=True)
     assert found.tolist() == (np.bincount(owner[seen], minlength=50) * 4096).tolist()
     assert found[13:18].tolist() == [10 * 4096, 0, 0, 20 * 4096, 40 * 4096]
+
+
+def test_a_silence_inside_an_operator_is_not_learned_as_its_end() -> None:
+    """Volumes are right as they are; in some operators a silence comes just before the end."""
+    sizes = [1000] * 13 + [920]
+    owner, t_ns, call_ns = _steps(2, sizes, 300)
+    for first in (0, 14):
+        t_ns[t_ns >= t_ns[owner == first][997]] += 3 * BIN_NS
+        call_ns[first + 14 :] += 3 * BIN_NS
+    volume = np.tile(sizes, 2) * 409600.0
+    learned, _ = cut(t_ns, np.full(len(t_ns), 409600), BIN_NS, call_ns, volume, np.tile([0] * 13 + [1], 2))
+    assert learned.expected.tolist() == volume.tolist()
