@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
-from pulse_bpf.analysis.walk import LINES, PACED_TOLERANCE, ROUNDED, VOLUME_TOLERANCE, Flags
+from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
@@ -19,6 +20,10 @@ TINY = 1e-4
 # How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
 # end.
 MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
+# Bins that what is carried between two calls fills at least where it is compared with their volumes.
+LEAST_BINS = 8
+# Of the calls after a pause, so many tell of a host that waited.
+MOSTLY = 0.9
 # Pauses between calls of this share of the longest one are those in which a host waits.
 PAUSE_SHARE = 0.25
 
@@ -28,13 +33,15 @@ class Learned(NamedTuple):
 
     `paced`: the process waits for each operator before the next call, so the bytes between two calls are the first
     one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
-    operators and nobody else's call may bring their bytes.
+    operators and nobody else's call may bring their bytes. Where a process pauses for `step_ns` before a call, all
+    operators before it are done.
     """
 
     expected: Floats
     at: float
     paced: bool
     alone: bool
+    step_ns: float
 
 
 def learn(
@@ -66,11 +73,27 @@ def learn(
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        return Learned(expected, float(low[0]), True, True)
+        return Learned(expected, float(low[0]), True, True, np.inf)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
-    curve = Curve(low.astype(float), silences, float(total[-1]), _waited(first_ns, bin_ns), bin_bytes, lossy)
+    waited = _waited(first_ns, bin_ns)
+    anchored = np.zeros_like(waited)
+    if lossy and not paced:
+        # Bytes may be missing before such a call, but none is on its way.
+        calls_ns = first_ns[waited]
+        rows = np.array([quiet_at(t_ns, -NEVER, call_ns, bin_ns) for call_ns in calls_ns.tolist()], np.int64)
+        if (rows >= 0).sum() >= MOSTLY * len(rows):
+            anchored[np.flatnonzero(waited)[rows >= 0]] = True
+            low[anchored] = before[rows[rows >= 0]]
+    curve = Curve(low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored)
     expected, track = _fit(curve, expected, kind, certain)
-    return Learned(expected, float(track.starts[0]), paced, False)
+    step_ns = np.inf
+    if anchored.any():
+        steps = np.flatnonzero(anchored)
+        called = np.diff(np.r_[0, np.cumsum(expected)][steps])
+        carried = np.diff(low[steps])
+        if (carried <= called + VOLUME_TOLERANCE * called + 2 * bin_bytes).sum() >= MOSTLY * len(called):
+            step_ns = float(np.diff(first_ns, prepend=first_ns[0])[anchored].min())
+    return Learned(expected, float(track.starts[0]), paced, False, step_ns)
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:
@@ -83,14 +106,15 @@ def _learn(
 ) -> tuple[Floats, bool]:
     """The bytes on the wire per expected byte of each operator, by kind, and whether the process is paced."""
     ratio = np.diff(low) / volume[:-1]
-    usable = volume[:-1] >= 8 * bin_bytes
+    usable = volume[:-1] >= LEAST_BINS * bin_bytes
     factor = np.ones(len(volume))
     agreeing = 0
     for number in np.unique(kind[:-1][usable]):
         chosen = usable & (kind[:-1] == number)
         middle = float(np.median(ratio[chosen]))
         least, most = (0.9, 2.2) if certain[:-1][chosen].any() else (LEAST_FACTOR, MOST_FACTOR)
-        if not least <= middle <= most:
+        # Of what runs far ahead, hardly a bin is carried between two calls, whatever the volume.
+        if not least <= middle <= most or middle * np.median(volume[:-1][chosen]) < LEAST_BINS * bin_bytes:
             continue
         near = np.abs(ratio - middle) <= PACED_TOLERANCE * middle + 2 * bin_bytes / volume[:-1]
         agreeing += int((near & chosen).sum())
@@ -109,9 +133,34 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
     best = best_track(curve, volume, factors)
     expected = volume * best[0]
     best, expected = _by_kind(curve, kind, expected, best)
-    guessed = expected
+    first, guessed = best, expected
+    best, expected = _refined(curve, best, volume, kind, expected, np.zeros_like(certain))
+    by_protocol = np.isclose((guessed / volume)[:, None], PROTOCOLS, rtol=1e-9).any(1)
+    moved = by_protocol & (np.abs(expected - guessed) > LINES)
+    if moved.any():
+        # More than rounding: silences inside of operators, whose number exceeds that of what was learned only where
+        # it is true.
+        again, kept = _refined(curve, first, volume, kind, guessed, moved)
+        if best[1].snapped.sum() <= again[1].snapped.sum() + len(np.unique(kind[moved])):
+            best, expected = again, kept
+    unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
+    if unseen.any():
+        expected = np.where(unseen, 0.0, expected)
+        best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
+    return expected, best[1]
+
+
+def _refined(
+    curve: Curve,
+    best: tuple[float, Track],
+    volume: Floats,
+    kind: NDArray[Any],
+    expected: Floats,
+    exact: Flags,
+) -> tuple[tuple[float, Track], Floats]:
+    """The track, and the bytes of each operator, learned from where operators end; those that are `exact` stay."""
     for _ in range(ROUNDS):
-        refined = _refine(curve, best[1], volume, kind, expected)
+        refined = _refine(curve, best[1], volume, kind, expected, exact)
         again = best_track(curve, refined, np.ones(1), float(best[1].starts[0]))
         if again[1].score < best[1].score:
             break
@@ -119,11 +168,7 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
         expected, best = refined, again
         if settled:
             break
-    unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
-    if unseen.any():
-        expected = np.where(unseen, 0.0, expected)
-        best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
-    return expected, best[1]
+    return best, expected
 
 
 def _by_kind(
@@ -188,11 +233,13 @@ def _hull(low: Floats, position: Floats) -> Longs:
 
 
 @compiled
-def _refine(curve: Curve, track: Track, volume: Floats, kind: Longs, expected: Floats) -> Floats:
+def _refine(
+    curve: Curve, track: Track, volume: Floats, kind: Longs, expected: Floats, exact: Flags
+) -> Floats:
     """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
 
-    Kinds that nothing is learned of stay as they are. Intervals that fit badly, which hold lost bytes, are left
-    out of a second pass.
+    Those that are `exact` stay, and kinds that nothing is learned of. Intervals that fit badly, which hold lost bytes,
+    are left out of a second pass.
     """
     count = len(volume)
     numbers = np.unique(kind)
@@ -218,18 +265,24 @@ def _refine(curve: Curve, track: Track, volume: Floats, kind: Longs, expected: F
         mark, marks, broken = end, marks + 1, False
     if number == 0 or marks < 3:
         return expected
-    rows, sizes = rows[:, :number], sizes[:number]
-    if rows.max() == 0:
+    free = np.ones(len(numbers), np.bool_)
+    free[which[exact]] = False
+    sizes = sizes[:number] - rows[~free, :number].sum(0)
+    rows = rows[free, :number]
+    if rows.size == 0 or rows.max() == 0:
         return expected
     scale = np.ones(len(numbers))
     kept = np.ones(number, np.bool_)
     for _ in range(2):
-        scale = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
-        off = _misfit(rows, sizes, scale)
+        scale[free] = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
+        off = _misfit(rows, sizes, scale[free])
         kept = off <= max(np.median(off) * 4, 1.0)
     refined = np.empty(count)
     for index in range(count):
         factor = scale[which[index]]
+        if exact[index]:
+            refined[index] = expected[index]
+            continue
         # Too few bytes to be told from what is lost in the others' rounding.
         refined[index] = round(expected[index] * factor, 3) if LEAST_FACTOR <= factor <= MOST_FACTOR else 0.0
     return refined

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import polars as pl
 
 from pulse_bpf import schema
+from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.pairing import QP
 from pulse_bpf.analysis.samples import PORT
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.stream import Segments
-from pulse_bpf.analysis.walk import VOLUME_TOLERANCE
 from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U64
 
 # What localization needs beyond the recording format; see `measure`.

@@ -212,6 +212,7 @@ class Cutter:
         first_ns, last_ns = (calls[f"{name}_call_ns"].to_numpy() for name in ("first", "last"))
         kind, certain = calls["kind_index"].to_numpy(), calls["certain"].to_numpy()
         expected = volume.copy()
+        waited = np.zeros(len(volume), np.bool_)
         known = len(self._calls.first_ns)
         for group in chosen.tolist():
             begin, end = np.searchsorted(owner, [group, group + 1])
@@ -238,6 +239,8 @@ class Cutter:
                 kind[later], kind[here], learned.expected, volume[here], learned.paced
             )
             rules.paced[group], rules.alone[group] = learned.paced, learned.alone
+            pause_ns = np.diff(first_ns[begin:end], prepend=first_ns[begin])
+            waited[begin:end] = pause_ns >= learned.step_ns
             state.at[group] = learned.at
         sums = self._add_sums(owner, calls["op"].to_numpy(), calls["direct"].to_numpy())
         self._calls = walk.Calls(
@@ -247,6 +250,9 @@ class Cutter:
             np.r_[self._calls.last_ns, last_ns],
             np.r_[self._calls.expected, expected],
             np.r_[self._calls.sum_of, sums],
+            np.r_[self._calls.waited, waited],
+            np.r_[self._calls.seen, expected],
+            self._calls.settled,
         )
         self._of_call.append(
             calls.select("group", "op").with_columns(

@@ -8,7 +8,8 @@ import numpy as np
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
-from pulse_bpf.analysis.walk import LINES, Flags, drawn, resumed
+from pulse_bpf.analysis.ends import LINES, drawn, resumed
+from pulse_bpf.analysis.walk import Flags
 
 # Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
 PROTOCOLS = (1.0, 128 / 120, 2.0)
@@ -24,7 +25,7 @@ class Curve(NamedTuple):
     """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
 
     `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
-    full bin. `lossy`: whether bytes may be missing.
+    full bin. `lossy`: whether bytes may be missing; `anchored`: what begins at its call, however many are.
     """
 
     low: Floats
@@ -33,6 +34,7 @@ class Curve(NamedTuple):
     waited: Flags
     bin_bytes: float
     lossy: bool
+    anchored: Flags
 
 
 class Track(NamedTuple):
@@ -158,10 +160,10 @@ def _lay(
     at = offset
     punctual, pauses, inside, hits, all_hits, lost = 0, 0, 0, 0, 0, 0.0
     for index in range(count):
-        start = max(at, low[index])
-        jumped[index] = start - at
+        start = low[index] if curve.anchored[index] else max(at, low[index])
+        jumped[index] = max(start - at, 0.0)
         if index:
-            lost += start - at
+            lost += max(start - at, 0.0)
         if curve.waited[index]:
             pauses += 1
             punctual += abs(at - low[index]) <= 2 * curve.bin_bytes

@@ -9,20 +9,24 @@ from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Curves, Floats, Longs
+from pulse_bpf.analysis.ends import (
+    LONGEST_STEP_NS,
+    ROUNDED,
+    UNDECIDED,
+    VOLUME_TOLERANCE,
+    drawn,
+    ended,
+    quiet_at,
+    resumed,
+    seen_of,
+)
 from pulse_bpf.analysis.pool import Found, Pool
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, shape
 
 Flags = NDArray[np.bool_]
 
-# An operator is complete when all but this share of its bytes were seen: more would hide its last message.
-VOLUME_TOLERANCE = 0.004
 # A process that waits for each operator moves between two calls what the first needs, to this accuracy.
 PACED_TOLERANCE = 0.02
-# Volumes are rounded to lines of this size at least, and what is smaller than so many is not told by its volume.
-ROUNDED, LINES = 128.0, 64 * 1024
-# Silences are taken for ends of operators only where fewer than this share of all places are near one.
-CHANCE = 0.1
-UNDECIDED, NOWHERE = -1.0, -2.0
 # Repeats and control packets that come so long after an operator's last new byte are not its own.
 HOLD_NS = 50_000_000
 # How far the walk along a group is: its next operator is to begin, to end, or to be told from the one that follows.
@@ -38,7 +42,8 @@ class Calls(NamedTuple):
     """What each group should carry: of group g the operators [begin[g], end[g]), in program order.
 
     `first_ns` and `last_ns` as in boundaries.learn, `expected` bytes, and `sum_of`, the number of the sum over the
-    peers of a NIC in which an operator counts, -1 for none.
+    peers of a NIC in which an operator counts, -1 for none. `waited`: whether its call shows that all before it are
+    done. `seen`: the bytes that are there of what is `expected`, which is known of operators before `settled` of g.
     """
 
     begin: Longs
@@ -47,6 +52,9 @@ class Calls(NamedTuple):
     last_ns: Longs
     expected: Floats
     sum_of: Longs
+    waited: Flags
+    seen: Floats
+    settled: Longs
 
 
 class Rules(NamedTuple):
@@ -65,8 +73,8 @@ class State(NamedTuple):
 
     `op` is the next operator and `phase` says what of it is missing. `at`: where the next one begins unless its call
     says otherwise; `end` of this one, and whether it was `cut_short`, ended with bytes missing; `taken` bytes are
-    behind, `used` of them of the first row left, and the last silence before is at `quiet`; `outside`: the bytes of
-    no operator, [groups, OUTSIDE].
+    behind, `used` of them of the first row left, the row before which is at `last_ns`, and the last silence before is
+    at `quiet`; `outside`: the bytes of no operator, [groups, OUTSIDE].
     """
 
     op: Longs
@@ -77,6 +85,7 @@ class State(NamedTuple):
     used: Longs
     quiet: Floats
     cut_short: Flags
+    last_ns: Longs
     outside: Longs
 
 
@@ -91,7 +100,7 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
         return np.zeros(groups, np.bool_)
 
     return (
-        Calls(zeros(), zeros(), none, none, np.zeros(0), none),
+        Calls(zeros(), zeros(), none, none, np.zeros(0), none, np.zeros(0, np.bool_), np.zeros(0), zeros()),
         Rules(flags(), flags(), flags(), flags(), zeros(), np.zeros(groups)),
         State(
             zeros(),
@@ -102,84 +111,10 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
             zeros(),
             np.full(groups, -np.inf),
             flags(),
+            np.full(groups, -NEVER),
             np.zeros((groups, len(OUTSIDE)), np.int64),
         ),
     )
-
-
-@compiled
-def drawn(silences: Longs, count: int, quiet: float, start: float, size: float) -> tuple[float, bool]:
-    """The end of an operator of `size` bytes from `start`, drawn to the nearest silence if near, and whether it is.
-
-    Of several silences within some lines of each other it is the first: what follows is the next, small operator.
-    Of the `silences` the first `count` count; `quiet` is the last one before them.
-    """
-    end = start + size
-    reach = max(VOLUME_TOLERANCE * size, ROUNDED)
-    low, high = 0, count
-    while low < high:
-        middle = (low + high) // 2
-        if silences[middle] < end:
-            low = middle + 1
-        else:
-            high = middle
-    near = float(silences[low - 1]) if low > 0 else quiet
-    if low < count and silences[low] - end < end - near:
-        near = float(silences[low])
-    if size > LINES:
-        while low > 0 and silences[low - 1] >= near - ROUNDED and silences[low - 1] > start:
-            low -= 1
-        if low < count and near - ROUNDED <= silences[low] < near:
-            near = float(silences[low])
-    if abs(near - end) <= reach and near > start:
-        return near, True
-    return end, False
-
-
-@compiled
-def resumed(
-    silences: Longs,
-    count: int,
-    quiet: float,
-    start: float,
-    sizes: Floats,
-    factor: float,
-    total: float,
-    final: bool,
-) -> float:
-    """Where an operator ended of which bytes are missing: the silence from which the two after it end in silences too.
-
-    `sizes` are those of the three, up to the `factor`. NOWHERE where there is none, or where silences are so many that
-    some would fit anyhow. UNDECIDED until all their bytes are there.
-    """
-    until = start + sizes.sum() * factor
-    reach = max(VOLUME_TOLERANCE * (until - start), ROUNDED)
-    if total <= until + reach and not final:
-        return UNDECIDED
-    first, last = np.searchsorted(silences[:count], np.array([start + 1.0, until]))
-    if (last - first) * 2 * reach > CHANCE * (until - start):
-        return NOWHERE
-    for number in range(last - 1, first - 1, -1):
-        at = float(silences[number])
-        if at >= start + sizes[0] * factor:
-            continue
-        following, hit = drawn(silences, count, quiet, at, sizes[1] * factor)
-        if hit and drawn(silences, count, quiet, following, sizes[2] * factor)[1]:
-            return at
-    return NOWHERE
-
-
-@compiled
-def _ended(t_ns: Longs, before_ns: int) -> int:
-    """How many of the rows have t_ns of at most `before_ns`."""
-    low, high = 0, len(t_ns)
-    while low < high:
-        middle = (low + high) // 2
-        if t_ns[middle] <= before_ns:
-            low = middle + 1
-        else:
-            high = middle
-    return low
 
 
 @compiled
@@ -219,6 +154,7 @@ def walk(
     more.ctl[:held] = pool.ctl
     cum = np.empty(longest, np.int64)
     silences = np.empty(longest, np.int64)
+    lows = np.empty(len(calls.expected) + 1)
     bins_ns = np.empty(longest + 2, np.int64)
     bins = np.empty(longest + 2, np.int64)
     scratch = np.empty(longest + 2, np.int64)
@@ -247,11 +183,16 @@ def walk(
         taken, used, row = state.taken[group], state.used[group], 0
         outside = state.outside[group]
         last_op = calls.end[group]
+        stepped = calls.waited[calls.begin[group] : last_op].any()
+        before_ns = state.last_ns[group]
         while True:
             op = state.op[group]
             if state.phase[group] != END:
                 follows = op if state.phase[group] == BEGIN else op + 1
                 known, start, begins = False, 0.0, total
+                waited = follows < last_op and calls.waited[follows]
+                if waited and not final and 0 <= until_ns - calls.first_ns[follows] < 2 * bin_ns:
+                    break
                 if follows >= last_op:
                     known = final
                 elif final or (
@@ -259,23 +200,28 @@ def walk(
                     and not (rules.alone[group] and calls.last_ns[follows] + bin_ns >= until_ns)
                 ):
                     known = True
-                    ended = _ended(t_ns, calls.first_ns[follows] - bin_ns)
-                    low = cum[ended - 1] if ended else base
+                    upto_row = ended(t_ns, calls.first_ns[follows] - bin_ns)
+                    low = cum[upto_row - 1] if upto_row else base
                     if rules.alone[group]:
                         # Where the volume so far ends away from the call, bytes are missing or unknown.
-                        ended = _ended(t_ns, calls.last_ns[follows] + bin_ns)
-                        high = cum[ended - 1] if ended else base
+                        upto_row = ended(t_ns, calls.last_ns[follows] + bin_ns)
+                        high = cum[upto_row - 1] if upto_row else base
                         start = state.at[group] if low <= state.at[group] <= high else float(low)
                     else:
                         start = max(state.at[group], float(low))
+                        quiet_row = (
+                            quiet_at(t_ns, before_ns, calls.first_ns[follows], bin_ns) if waited else -1
+                        )
+                        if quiet_row >= 0:
+                            start = float(cum[quiet_row - 1] if quiet_row else base)
                     begins = min(np.int64(np.rint(start)), total)
                 at_least, ended_ns = begins, np.int64(0)
                 if known:
                     ended_ns = calls.first_ns[follows] if follows < last_op else np.iinfo(np.int64).max
                 else:
                     ended_ns = until_ns
-                    ended = _ended(t_ns, until_ns - bin_ns)
-                    at_least = cum[ended - 1] if ended else base
+                    upto_row = ended(t_ns, until_ns - bin_ns)
+                    at_least = cum[upto_row - 1] if upto_row else base
                 if state.phase[group] == FOLLOW:
                     stop = np.int64(np.rint(state.end[group]))
                     slack = PACED_TOLERANCE * calls.expected[op]
@@ -355,15 +301,47 @@ def walk(
                     break
                 state.at[group] = start
                 state.phase[group] = END
-            size_of = calls.expected[state.op[group]]
+            op = state.op[group]
+            if stepped and calls.settled[group] <= op and (calls.waited[op] or op == calls.begin[group]):
+                # Of a step that lost bytes both ends are known.
+                later = op + 1
+                while later < last_op and not calls.waited[later]:
+                    later += 1
+                ends_ns = calls.first_ns[op] + LONGEST_STEP_NS
+                if later < last_op:
+                    ends_ns = min(ends_ns, calls.first_ns[later])
+                if not final and ends_ns + 2 * bin_ns > until_ns:
+                    break
+                for number in range(op, later):
+                    upto_row = ended(t_ns, calls.first_ns[number] - bin_ns)
+                    lows[number - op] = cum[upto_row - 1] if upto_row else base
+                upto_row = max(quiet_at(t_ns, before_ns, ends_ns, bin_ns), 0)
+                seen_of(
+                    t_ns[:upto_row],
+                    cum[:upto_row],
+                    bin_ns,
+                    silences[:silent],
+                    state.quiet[group],
+                    state.at[group],
+                    lows[: later - op],
+                    calls.expected[op:later],
+                    calls.seen[op:later],
+                    calls.first_ns[op],
+                    ends_ns,
+                )
+                if upto_row > 0 and later < last_op:
+                    calls.settled[group] = later
+            size_of = calls.seen[op]
+            state.cut_short[group] = size_of < (1 - VOLUME_TOLERANCE) * calls.expected[op]
             reach = max(VOLUME_TOLERANCE * size_of, ROUNDED)
             ends = state.at[group] + size_of
             if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
                 break
             quiet, start_of = state.quiet[group], state.at[group]
             near, hit = drawn(silences, silent, quiet, start_of, size_of)
-            if rules.lossy[group] and not hit and not rules.alone[group] and state.op[group] + 2 < last_op:
-                sizes = calls.expected[state.op[group] : state.op[group] + 3]
+            unsettled = rules.lossy[group] and not rules.alone[group] and calls.settled[group] <= op
+            if unsettled and not hit and op + 2 < last_op:
+                sizes = calls.expected[op : op + 3]
                 again = resumed(silences, silent, quiet, start_of, sizes, 1.0, float(total), final)
                 if again == UNDECIDED:
                     break
@@ -374,6 +352,8 @@ def walk(
             state.at[group] = near
             state.phase[group] = FOLLOW
         state.taken[group], state.used[group] = taken, used
+        if row > 0:
+            state.last_ns[group] = t_ns[row - 1]
         for number in range(silent):
             if silences[number] <= taken:
                 state.quiet[group] = silences[number]

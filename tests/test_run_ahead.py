@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from cuts import cut
 
+from pulse_bpf.analysis.curves import Longs
+
 BIN_NS = 1_000_000
 VOLUMES = np.array([192, 192, 384, 64]) * 1024
 STEPS = 10
@@ -45,3 +47,54 @@ def test_lost_samples_do_not_shift_what_follows() -> None:
     assert found.tolist() == (np.bincount(owner[seen]) * 4096).tolist()
     _, shifted = cut(t_ns[seen], net, BIN_NS, call_ns, volume, np.zeros(40, np.int64))
     assert shifted[17] == volume[17]  # with bytes of the next
+
+
+def test_calls_a_bin_apart_do_not_make_operators_of_a_bin() -> None:
+    """Each step calls an operator every bin, while the traffic of its first ones runs."""
+    steps, calls, bins = 6, 20, 40
+    begin = (np.arange(steps)[:, None] * (calls + 1) * bins + np.arange(calls) * bins) * BIN_NS
+    t_ns = (begin[:, :, None] + np.arange(bins) * BIN_NS).ravel()
+    call_ns = begin[:, :1] + np.arange(calls) * BIN_NS
+    volume = np.full(steps * calls, bins * 4096.0)
+    net = np.full(len(t_ns), 4096)
+    learned, found = cut(t_ns, net, BIN_NS, call_ns.ravel(), volume, np.zeros(steps * calls, np.int64))
+    assert not learned.paced
+    assert found.tolist() == volume.tolist()
+
+
+def _steps(steps: int, sizes: list[int], pause: int) -> tuple[Longs, Longs, Longs]:
+    """Owner and time of the bins of operators of `sizes` bins, back to back in a step, and when they are called.
+
+    A step is called at once, `pause` bins after the last one ended.
+    """
+    bins = np.tile(sizes, steps)
+    begin = np.cumsum(bins) - bins + np.repeat(np.arange(1, steps + 1) * pause, len(sizes))
+    owner = np.repeat(np.arange(len(bins)), bins)
+    t_ns = np.concatenate([b + np.arange(n) for b, n in zip(begin, bins, strict=True)]) * BIN_NS
+    call_ns = begin[:: len(sizes), None] * BIN_NS + np.arange(len(sizes)) * 1000
+    return owner, t_ns, call_ns.ravel()
+
+
+def test_a_hole_spoils_no_operator_outside_of_it() -> None:
+    """Operators follow each other without a silence; of some, all samples are lost."""
+    sizes = [40] * 10
+    owner, t_ns, call_ns = _steps(5, sizes, 100)
+    begin, end = t_ns[owner == 13][10], t_ns[owner == 16][20]
+    seen = (t_ns < begin) | (t_ns >= end)
+    net = np.full(int(seen.sum()), 4096)
+    kind = np.zeros(50, np.int64)
+    _, found = cut(t_ns[seen], net, BIN_NS, call_ns, np.full(50, 40 * 4096.0), kind, lossy=True)
+    assert found.tolist() == (np.bincount(owner[seen], minlength=50) * 4096).tolist()
+    assert found[13:18].tolist() == [10 * 4096, 0, 0, 20 * 4096, 40 * 4096]
+
+
+def test_a_silence_inside_an_operator_is_not_learned_as_its_end() -> None:
+    """Volumes are right as they are; in some operators a silence comes just before the end."""
+    sizes = [1000] * 13 + [920]
+    owner, t_ns, call_ns = _steps(2, sizes, 300)
+    for first in (0, 14):
+        t_ns[t_ns >= t_ns[owner == first][997]] += 3 * BIN_NS
+        call_ns[first + 14 :] += 3 * BIN_NS
+    volume = np.tile(sizes, 2) * 409600.0
+    learned, _ = cut(t_ns, np.full(len(t_ns), 409600), BIN_NS, call_ns, volume, np.tile([0] * 13 + [1], 2))
+    assert learned.expected.tolist() == volume.tolist()

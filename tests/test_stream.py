@@ -57,21 +57,24 @@ def same_in_windows(recording: Recording, window_ns: list[int], monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("scenario", "workload"),
+    ("scenario", "workload", "conditions"),
     [
-        ("healthy", "dp-tree"),
-        ("healthy", "megatron"),
-        ("healthy", "moe-alltoall"),
-        ("lossy-link", "dp"),
-        ("hang-inside", "fsdp"),
-        ("nic-slow", "moe"),
+        ("healthy", "dp-tree", []),
+        ("healthy", "megatron", []),
+        ("healthy", "moe-alltoall", []),
+        ("healthy", "fsdp", ["lost-samples"]),
+        ("healthy", "moe", ["lost-samples"]),
+        ("lossy-link", "dp", []),
+        ("hang-inside", "fsdp", []),
+        ("nic-slow", "moe", []),
     ],
 )
 @pytest.mark.usefixtures("short_warmup")
 def test_streaming_is_batch_on_simulated_jobs(
-    scenario: str, workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenario: str, workload: str, conditions: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulate(scenario, tmp_path / "r", seed=7, nodes=4, gpus=2, workload=workload, seconds=0.3)
+    made = {"seed": 7, "nodes": 4, "gpus": 2, "seconds": 0.3}
+    simulate(scenario, tmp_path / "r", workload=workload, conditions=conditions, **made)
     same_in_windows(load([tmp_path / "r"]), [100_000_000, 7_000_000, 1_100_000], monkeypatch)
 
 
