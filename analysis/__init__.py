@@ -11,14 +11,18 @@ from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
+from pulse_bpf.analysis.window import Window
 
-__all__ = ["Findings", "analyze", "conclude", "measure", "operators"]
+__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "operators"]
 
 
-def analyze(dirs: Sequence[Path]) -> Findings:
-    """The verdict on the recordings in `dirs`, taken as one; DataError when one of them is unusable."""
+def analyze(dirs: Sequence[Path], window: Window | None = None) -> Findings:
+    """The verdict on the recordings in `dirs`, taken as one, or on what happened in a `window` of them.
+
+    DataError when one of them is unusable, UsageError when nothing was recorded in the window.
+    """
     recording = load(dirs)
-    return conclude(recording, *measure(recording))
+    return conclude(recording, *measure(recording), window)
 
 
 def operators(dirs: Sequence[Path]) -> pl.DataFrame:
@@ -44,7 +48,9 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
     return metrics.in_order(parts), flows
 
 
-def conclude(recording: Recording, table: pl.DataFrame, flows: pl.DataFrame) -> Findings:
-    """The verdict on `recording` from what `measure` gives of it."""
+def conclude(
+    recording: Recording, table: pl.DataFrame, flows: pl.DataFrame, window: Window | None = None
+) -> Findings:
+    """The verdict on `recording`, or on what happened in a `window` of it, from what `measure` gives of it."""
     small = {name: frame for name, frame in recording.tables.items() if name != "ops"}
-    return localize(table, flows, small, recording.damaged)
+    return localize(table, flows, small, recording.damaged, window)

@@ -1,208 +1,203 @@
-"""How far the wall clocks of nodes are apart, by packets that were seen leaving one and arriving at the other.
+"""How far the wall clocks of nodes are apart, by operators of which one node saw what it sent and another receive it.
 
-Times of different nodes are only put in order where `Offsets.order` dares to: a fleet's clocks differ by more than many
-operators last.
+Most fleets' clocks differ by more than many operators last, and only times on one clock can be put in order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-Longs = NDArray[np.int64]
+from pulse_bpf.schema import F64, I64, STR
+
 Floats = NDArray[np.float64]
 
-# The best packets of each window count. Within one, a clock is taken to drift evenly.
+MOMENTS = pl.Schema({"node": STR, "peer_node": STR, "sent_ns": I64, "received_ns": I64})
+OFFSETS = pl.Schema({"node": STR, "since_ns": I64, "offset_ns": F64, "drift": F64})
+# Clocks that are stated to be so near to each other are as good as one.
+ONE_CLOCK_NS = 10_000
+# Of each window of time the quickest transfer counts. Within one, a clock is taken to drift evenly.
 WINDOW_NS = 100_000_000
-MIN_WINDOWS = 3
-# An order is claimed only where it is this many times clearer than the residual.
-CLEAR = 3.0
+# A drift is known from so many windows on, when they tell it to this accuracy; else clocks that nothing disciplines
+# are taken to gain so much on each other.
+MIN_WINDOWS, KNOWN_DRIFT, UNKNOWN_DRIFT = 10, 1e-5, 5e-5
+# The times in the tables that are on a node's own clock.
+TIMES = {
+    "operators": (
+        "call_ns",
+        "prev_end_ns",
+        "start_ns",
+        "end_ns",
+        "last_byte_ns",
+        "first_gap_ns",
+        "first_stall_ns",
+    ),
+    "events": ("t_ns",),
+    "port_counters": ("t_ns",),
+    "coverage": ("first_ns", "last_ns"),
+    "processes": ("start_ns", "gone_ns"),
+    "comms": ("first_seen_ns", "gone_ns"),
+}
 
 
 @dataclass(frozen=True)
-class Offsets:
-    """One row a node: node str, group str (its reference: only times of one group compare), offset_ns f64 and
-    drift_ppm f64 (what its clock is ahead of the reference's when that shows `first_ns`, and how much that grows),
-    residual_ns f64. Known from `first_ns` to `last_ns`."""
+class Clock:
+    """One clock for all nodes: what each node's is ahead of it (OFFSETS), and by how much that may be wrong.
 
-    first_ns: int
-    last_ns: int
-    nodes: pl.DataFrame
-
-    def order(self, node: str, t_ns: int, other: str, other_ns: int) -> int | None:
-        """-1 when `t_ns` on the clock of `node` was before `other_ns` on that of `other`, 1 when after; None when
-        they are closer than CLEAR times the larger residual, or the clocks were never compared."""
-        if node == other:
-            return (t_ns > other_ns) - (t_ns < other_ns) or None
-        rows = {row["node"]: row for row in self.nodes.iter_rows(named=True)}
-        one, two = rows.get(node), rows.get(other)
-        if one is None or two is None or one["group"] != two["group"]:
-            return None
-        moments = [self._on_reference(row, moment) for row, moment in ((one, t_ns), (two, other_ns))]
-        if not all(-WINDOW_NS <= moment <= self.last_ns - self.first_ns + WINDOW_NS for moment in moments):
-            return None
-        if abs(moments[0] - moments[1]) <= CLEAR * max(one["residual_ns"], two["residual_ns"]):
-            return None
-        return 1 if moments[0] > moments[1] else -1
-
-    def _on_reference(self, row: dict[str, Any], t_ns: int) -> float:
-        """ns since first_ns on the clock of the reference; that much, unlike ns since 1970, a float64 can hold."""
-        elapsed_ns = t_ns - self.first_ns - row["offset_ns"]
-        return float(elapsed_ns / (1 + row["drift_ppm"] * 1e-6))
-
-
-def solve(packets: pl.DataFrame) -> Offsets:
-    """Offsets of all nodes by `packets` that were seen at both ends.
-
-    Columns: node (sender), peer_node (receiver), sent_ns i64 on the sender's clock, received_ns i64 on the receiver's;
-    the same packet by its queue pair and PSN. Assumes that no packet arrives before it is sent, and that clocks drift
-    evenly; the bounds hold on asymmetric paths too, and the estimate is in their middle. A pair of nodes counts where
-    packets went both ways. The pairs' offsets are fitted together (least squares, weighted by their bounds).
-    `residual_ns` is how far a node's offset can be off: the sum of bound and misfit of the pairs on the best way to
-    the reference. The misfit alone does not tell, as a chain of nodes has none.
+    `error_ns` is None where the clocks of some nodes were never compared: these keep their own.
     """
-    first_ns, last_ns = (
-        int(packets.select(moment.fill_null(0)).item())
-        for moment in (pl.col("sent_ns").min(), pl.col("received_ns").max())
-    )
-    edges = _pairs(packets, first_ns)
-    names = sorted({name for edge in edges.iter_rows() for name in edge[:2]})
-    index = {name: position for position, name in enumerate(names)}
-    one, two = (
-        np.array([index[name] for name in edges[column]], np.int64) for column in ("node", "peer_node")
-    )
-    offset, drift, bound = (edges[column].to_numpy() for column in ("offset_ns", "drift_ppm", "bound_ns"))
-    group = _groups(len(names), one, two)
-    solved_drift = _fit(len(names), one, two, drift, 1 / bound, group)
-    solved_offset = np.zeros(len(names))
-    for _ in range(2):
-        # Each pair's line is in the time of its first node; where that shows the reference's first_ns, it has drifted.
-        aligned = offset + drift * 1e-6 * solved_offset[one]
-        solved_offset = _fit(len(names), one, two, aligned, 1 / bound, group)
-    misfit = np.abs(solved_offset[two] - solved_offset[one] - aligned)
-    misfit += np.abs(solved_drift[two] - solved_drift[one] - drift) * 1e-6 * (last_ns - first_ns)
-    nodes = pl.DataFrame(
-        {
-            "node": pl.Series(names, dtype=pl.String),
-            "group": pl.Series([names[reference] for reference in group], dtype=pl.String),
-            "offset_ns": solved_offset,
-            "drift_ppm": solved_drift,
-            "residual_ns": _distances(one, two, bound + misfit, group),
-        }
-    )
-    return Offsets(first_ns, last_ns, nodes)
 
+    offsets: pl.DataFrame
+    error_ns: int | None
 
-def _pairs(packets: pl.DataFrame, first_ns: int) -> pl.DataFrame:
-    """A row a pair: node, peer_node, and offset_ns, drift_ppm, bound_ns of the second's clock against the first's."""
-    first = pl.col("node") < pl.col("peer_node")
-    rows = (
-        packets.filter(pl.col("node") != pl.col("peer_node"))
-        .with_columns(
-            # A packet to the second bounds the offset from above, one from it from below.
-            forth=first,
-            at=pl.when(first).then("sent_ns").otherwise("received_ns") - first_ns,
-            limit=pl.when(first).then(1).otherwise(-1) * (pl.col("received_ns") - pl.col("sent_ns")),
-            node=pl.min_horizontal("node", "peer_node"),
-            peer_node=pl.max_horizontal("node", "peer_node"),
+    def shifted(self, table: str, frame: pl.DataFrame) -> pl.DataFrame:
+        """`frame`, a `table` of TIMES with times of each node's clock, on the one clock."""
+        times = [name for name in TIMES.get(table, ()) if name in frame.columns]
+        if self.offsets.is_empty() or not times:
+            return frame
+        ahead = pl.col("offset_ns") + pl.col("drift") * (pl.col(times[0]) - pl.col("since_ns"))
+        return (
+            frame.join(self.offsets, on="node", how="left", maintain_order="left")
+            .with_columns(_ahead_ns=pl.coalesce(ahead, "offset_ns").fill_null(0).round().cast(I64))
+            .with_columns(pl.col(times) - pl.col("_ahead_ns"))
+            .drop(OFFSETS.names()[1:], "_ahead_ns")
         )
-        .sort("node", "peer_node", "at")
+
+
+def one_clock(operators: pl.DataFrame, nodes: pl.DataFrame) -> Clock:
+    """The Clock of `nodes`: their own where they say that they agree, else what `operators` (metrics.OPERATORS) tell.
+
+    Takes the operators that NCCL itself has numbered: which are the same on all ranks is certain only there.
+    """
+    stated = nodes["clock_error_ns"]
+    known = len(stated) > 0 and not stated.null_count()
+    stated_ns = int(stated.max()) if known else None  # type: ignore[arg-type]
+    if stated_ns is not None and stated_ns <= ONE_CLOCK_NS:
+        return Clock(OFFSETS.to_frame(), stated_ns)
+    found = solve(moments(operators))
+    apart = set(nodes["node"]) - set(found.offsets["node"])
+    if found.error_ns is None or apart or (stated_ns is not None and found.error_ns >= stated_ns):
+        return Clock(OFFSETS.to_frame(), stated_ns)
+    return found
+
+
+def moments(operators: pl.DataFrame) -> pl.DataFrame:
+    """MOMENTS of the first and the last byte of numbered operators on each flow that was seen at both ends.
+
+    What begins in a bin was sent when the bin began at the earliest, and was received when it ended at the latest, and
+    so with the last byte: what a transfer can have taken at most.
+    """
+    rows = operators.filter(
+        pl.col("level") == "flow",
+        pl.col("nccl_seq").is_not_null(),
+        pl.col("end_ns").is_not_null(),
+        pl.col("node") != pl.col("peer_node"),
+    ).with_columns(last_ns=pl.col("last_byte_ns") - pl.col("bin_ns"))
+    operator = ["comm_id", "kind", "nccl_seq"]
+    near, far = ["node", "nic", "rank"], ["peer_node", "peer_nic", "peer_rank"]
+    key = [*operator, *near, *far]
+    sent = rows.filter(pl.col("direction") == "tx").select(*key, "start_ns", "last_ns")
+    received = rows.filter(pl.col("direction") == "rx").select(
+        *operator,
+        *(pl.col(name).alias(other) for name, other in zip([*near, *far], [*far, *near], strict=True)),
+        first_end_ns=pl.col("start_ns") + pl.col("bin_ns"),
+        end_ns=pl.col("last_byte_ns"),
     )
-    found = [
-        (*pair, *line)
-        for pair, part in rows.group_by("node", "peer_node", maintain_order=True)
-        if (line := _line(*(part[name].to_numpy() for name in ("at", "limit", "forth")))) is not None
-    ]
-    columns = {
-        "node": pl.String,
-        "peer_node": pl.String,
-        "offset_ns": pl.Float64,
-        "drift_ppm": pl.Float64,
-        "bound_ns": pl.Float64,
+    # Where a port has several flow groups to a peer in one operator, whose is whose is unknown.
+    sent, received = (side.unique(key, keep="none") for side in (sent, received))
+    both = sent.join(received, on=key, nulls_equal=True)
+    return pl.concat(
+        [
+            both.select("node", "peer_node", sent_ns=early, received_ns=late)
+            for early, late in (("start_ns", "first_end_ns"), ("last_ns", "end_ns"))
+        ]
+    )
+
+
+def solve(seen: pl.DataFrame) -> Clock:
+    """The Clock by MOMENTS at which the same bytes were sent by node and received by peer_node, each on its own clock.
+
+    Nothing arrives before it is sent: how long the quickest transfer seems to take is the most that the receiver's
+    clock can be ahead of the sender's, and the sum along any path a bound as well. A node's offset is the middle of
+    its bounds against the first node's, and half of their distance is how far that can be off. A ring in one direction
+    will do. Assumes that clocks drift evenly, and that in most windows some transfer was not held up.
+    """
+    if seen.is_empty():
+        return Clock(OFFSETS.to_frame(), None)
+    names = sorted({*seen["node"], *seen["peer_node"]})
+    since_ns = int(seen.filter(pl.col("node") == names[0])["sent_ns"].min() or 0)  # type: ignore[arg-type]
+    index = {name: number for number, name in enumerate(names)}
+    numbered = seen.select(
+        one=pl.col("node").replace_strict(index, return_dtype=I64),
+        two=pl.col("peer_node").replace_strict(index, return_dtype=I64),
+        at_ns=pl.col("sent_ns") - since_ns,
+        took_ns=pl.col("received_ns") - pl.col("sent_ns"),
+    )
+    ahead_ns = np.zeros(len(names))
+    # The second time, drift is taken in the first node's time.
+    for _ in range(2):
+        windows = (
+            numbered.with_columns(
+                window=(pl.col("at_ns") - pl.Series(ahead_ns[numbered["one"]]).cast(I64)) // WINDOW_NS
+            )
+            .group_by("one", "two", "window")
+            .agg(pl.col("took_ns").min())
+            .sort("one", "two", "window")
+        )
+        drift, doubt = _drift(windows, len(names))
+        gained = (
+            pl.Series(drift[windows["two"]] - drift[windows["one"]]) * (pl.col("window") + 0.5) * WINDOW_NS
+        )
+        most = _bounds(windows.with_columns(pl.col("took_ns") - gained), len(names))
+        ahead, behind = most[0], most[:, 0]
+        if not (np.isfinite(ahead).all() and np.isfinite(behind).all()):
+            return Clock(OFFSETS.to_frame(), None)
+        ahead_ns = (ahead - behind) / 2
+    # Bounds that exclude each other come of operators that were cut badly: what that takes is no less uncertain.
+    error_ns = float(np.abs(ahead + behind).max() / 2 - min(0.0, np.diag(most).min()))
+    error_ns += doubt * float(numbered["at_ns"].max() - numbered["at_ns"].min())  # type: ignore[arg-type, operator]
+    offsets = {
+        "node": names,
+        "since_ns": since_ns + np.rint(ahead_ns).astype(np.int64),
+        "offset_ns": ahead_ns,
+        "drift": drift,
     }
-    return pl.DataFrame(found, schema=columns, orient="row")
+    return Clock(pl.DataFrame(offsets, schema=OFFSETS), int(error_ns))
 
 
-def _line(at: Longs, limit: Longs, forth: NDArray[np.bool_]) -> tuple[float, float, float] | None:
-    """Offset at 0 ns, drift in ppm, and how far the line can be off within what was seen; None without both ways in
-    MIN_WINDOWS windows, as the drift is then anybody's guess."""
-    base = int(limit[0]) if len(limit) else 0
-    slope = 0.0
-    # The second time, what drift there is within a window is taken out.
-    for _ in range(2):
-        middle, high, low = _envelopes(at // WINDOW_NS, (limit - base) - slope * at, forth)
-        if len(middle) < MIN_WINDOWS:
-            return None
-        drift, start = np.polyfit(middle, (high + low) / 2, 1)
-        line = start + drift * middle
-        slope += float(drift)
-    # Limits that exclude each other come of packets that were not the same: what that takes is no less uncertain.
-    bound = float(np.max(np.maximum(np.abs(high - line), np.abs(line - low))))
-    return base + float(start), slope * 1e6, max(bound, 1.0)
+def _bounds(windows: pl.DataFrame, count: int) -> Floats:
+    """The most that the clock of each node (column) can be ahead of that of each other (row), by any path."""
+    most = np.full((count, count), np.inf)
+    np.fill_diagonal(most, 0.0)
+    for one, two, took_ns in windows.group_by("one", "two").agg(pl.col("took_ns").median()).iter_rows():
+        most[one, two] = took_ns
+    for middle in range(count):
+        most = np.minimum(most, most[:, [middle]] + most[[middle], :])
+    return most
 
 
-def _envelopes(window: Longs, flat: Floats, forth: NDArray[np.bool_]) -> tuple[Floats, Floats, Floats]:
-    """Middle (ns), least upper and greatest lower limit of each window that has both."""
-    frame = (
-        pl.DataFrame({"window": window, "flat": flat, "forth": forth})
-        .group_by("window")
-        .agg(
-            high=pl.col("flat").filter("forth").min(),
-            low=pl.col("flat").filter(~pl.col("forth")).max(),
-        )
-        .drop_nulls()
-        .sort("window")
-    )
-    middle = (frame["window"].to_numpy() + 0.5) * WINDOW_NS
-    return middle, frame["high"].to_numpy(), frame["low"].to_numpy()
-
-
-def _groups(count: int, one: Longs, two: Longs) -> Longs:
-    """For each node the reference of those it is connected to: the one with the most pairs, the first of several."""
-    group = np.arange(count)
-    for _ in range(count):
-        before = group.copy()
-        np.minimum.at(group, one, group[two])
-        np.minimum.at(group, two, group[one])
-        if (group == before).all():
-            break
-    degree = np.bincount(one, minlength=count) + np.bincount(two, minlength=count)
-    order = np.lexsort((np.arange(count), -degree))
-    reference = {int(group[node]): int(node) for node in order[::-1]}
-    return np.array([reference[int(member)] for member in group], np.int64)
-
-
-def _fit(count: int, one: Longs, two: Longs, value: Floats, weight: Floats, group: Longs) -> Floats:
-    """x with x[two] - x[one] = value as nearly as can be, and 0 at each reference."""
-    if not count:
-        return np.zeros(0)
-    rows = np.arange(len(one))
-    matrix = np.zeros((len(one), count))
-    matrix[rows, two] = weight
-    matrix[rows, one] = -weight
-    free = np.flatnonzero(group != np.arange(count))
-    solved = np.zeros(count)
-    solved[free] = np.linalg.lstsq(matrix[:, free], value * weight, rcond=None)[0]
-    return solved
-
-
-def _distances(one: Longs, two: Longs, length: Floats, group: Longs) -> Floats:
-    """The shortest way from each node to its reference; that of the reference is the shortest of its pairs."""
-    references = np.unique(group)
-    distance = np.full(len(group), np.inf)
-    distance[references] = 0
-    for _ in range(len(group)):
-        before = distance.copy()
-        np.minimum.at(distance, one, distance[two] + length)
-        np.minimum.at(distance, two, distance[one] + length)
-        if (distance == before).all():
-            break
-    nearest = np.full(len(group), np.inf)
-    np.minimum.at(nearest, one, length)
-    np.minimum.at(nearest, two, length)
-    distance[references] = nearest[references]
-    return distance
+def _drift(windows: pl.DataFrame, count: int) -> tuple[Floats, float]:
+    """By how much each clock gains on the first one's (least squares over all pairs), and how far that may be off."""
+    pairs, slopes, errors = [], [], []
+    for pair, part in windows.group_by("one", "two", maintain_order=True):
+        if part.height < MIN_WINDOWS:
+            continue
+        at = part["window"].to_numpy() * float(WINDOW_NS)
+        took = (part["took_ns"] - part["took_ns"][0]).to_numpy().astype(np.float64)
+        slope, start = np.polyfit(at, took, 1)
+        error = np.std(took - slope * at - start) / (np.std(at) * np.sqrt(len(at)))
+        if error <= KNOWN_DRIFT:
+            pairs.append(pair)
+            slopes.append(float(slope))
+            errors.append(float(error))
+    matrix = np.zeros((len(pairs), count))
+    for row, (one, two) in enumerate(pairs):
+        matrix[row, int(str(two))], matrix[row, int(str(one))] = 1.0, -1.0
+    drift = np.zeros(count)
+    if np.linalg.matrix_rank(matrix) < count - 1:
+        return drift, UNKNOWN_DRIFT
+    drift[1:] = np.linalg.lstsq(matrix[:, 1:], np.array(slopes), rcond=None)[0]
+    return drift, max(errors)

@@ -29,7 +29,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing found; the contract's optional fields are None where they do not apply and left out of the JSON."""
+    """One thing found; the contract's optional fields are None where they do not apply and left out of the JSON.
+
+    `lost_ns` is what the operators lost in all, `slowed_ns` how much longer it made each of the job's iterations.
+    """
 
     kind: str
     cause: str
@@ -40,6 +43,7 @@ class Finding:
     last_ns: int
     evidence: list[Evidence]
     lost_ns: int | None = None
+    slowed_ns: int | None = None
     state: str | None = None
     node: str | None = None
     nic: str | None = None

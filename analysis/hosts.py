@@ -31,8 +31,9 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
     """The machine whose processes call late, by `ranks` (late.lags), now and then.
 
     The time from one call of a process to its next is compared with that of the other ranks at the same operator, each
-    on its own clock. All ranks wait for a late one sooner or later, but at another call. Calls that were `lost`
-    look like waits: then nothing is said.
+    on its own clock. All ranks wait for a late one sooner or later, but at another call. A process may wait in its call
+    for the operator to end: so long it is not late, and where nobody watched the traffic nothing is said; neither
+    where calls were `lost`, which look like waits.
     """
     if lost:
         return []
@@ -85,19 +86,24 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         ranks.sort(*PROCESS, "program_pos")
         .with_columns(
             before_call_ns=pl.col("call_ns").shift().over(PROCESS),
+            after_end_ns=pl.col("call_ns") - pl.col("own_end_ns").shift().over(PROCESS),
+            watched=pl.col("covered").shift().over(PROCESS),
             follows=pl.col("program_pos").cast(pl.Int64).diff().over(PROCESS) == 1,
         )
-        .filter("follows", pl.col("step").is_not_null(), ~pl.col("kind").is_in(["Send", "Recv"]))
+        .filter("follows", "watched", pl.col("step").is_not_null(), ~pl.col("kind").is_in(["Send", "Recv"]))
         .with_columns(gap_ns=pl.col("call_ns") - pl.col("before_call_ns"))
         .filter(pl.len().over(KEY) > 1)
     )
     several = pl.len().over(KEY) > 2
-    usual = (
-        pl.when(several).then(pl.col("gap_ns").median().over(KEY)).otherwise(pl.col("gap_ns").min().over(KEY))
-    )
+
+    def usual(name: str) -> pl.Expr:
+        return pl.when(several).then(pl.col(name).median().over(KEY)).otherwise(pl.col(name).min().over(KEY))
+
     apart = (pl.col("before_call_ns") - pl.col("before_call_ns").median().over(KEY)).abs()
-    return calls.with_columns(usual_ns=usual).with_columns(
-        excess_ns=pl.col("gap_ns") - pl.col("usual_ns"),
+    return calls.with_columns(usual_ns=usual("gap_ns")).with_columns(
+        excess_ns=pl.min_horizontal(
+            pl.col("gap_ns") - pl.col("usual_ns"), pl.col("after_end_ns") - usual("after_end_ns")
+        ),
         in_step=(apart < pl.max_horizontal(0.5 * (pl.col("gap_ns") - pl.col("usual_ns")), pl.lit(IN_STEP_NS)))
         if one_clock
         else pl.lit(True),

@@ -42,17 +42,20 @@ class Iteration:
     `period_ns` is the median. `boundaries_ns`: when iterations began, by calls: the median over processes of the
     first call; empty where only traffic tells. `starts` (STARTS): that call of each process, numbered as in calls_of;
     `iteration` counts as boundaries_ns do, null where its clock is too far off, or too few processes were seen.
+    `slowed_ns`: how much longer it takes by what was found, None where nothing was or that is not known.
     """
 
     period_ns: int
     boundaries_ns: list[int]
     confidence: float
     starts: pl.DataFrame
+    slowed_ns: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As the findings have it."""
         return {
             "period_ns": self.period_ns,
+            "slowed_ns": self.slowed_ns,
             "boundaries_ns": self.boundaries_ns,
             "confidence": self.confidence,
         }

@@ -20,8 +20,6 @@ ENOUGH = ((0.03, 3.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
 OVER_NEXT_IN_PAIRS = 5.0
 # Two machines as late as each other, beside all others, of at least so many: one of them waits for the other.
 MIN_MACHINES = 4
-# Clocks that are known to be so near to each other are as good as one.
-ONE_CLOCK_NS = 10_000
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of an operator's ranks, the share that may look as if they had ended before the late one came.
@@ -81,10 +79,9 @@ def _of_gpu(
     return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
 
 
-def same_clock(nodes: pl.DataFrame) -> bool:
-    """Whether the clocks of all `nodes` are known to be as good as one."""
-    error_ns = nodes["clock_error_ns"]
-    return len(error_ns) > 0 and not error_ns.null_count() and int(error_ns.max()) <= ONE_CLOCK_NS  # type: ignore[arg-type]
+def same_clock(error_ns: int | None, bin_ns: int) -> bool:
+    """Whether clocks that may be wrong by error_ns (None: unknown) are as good as one, beside what counts as late."""
+    return error_ns is not None and error_ns <= max(LATE_NS, LATE_BINS * bin_ns)
 
 
 def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
@@ -102,7 +99,7 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         own.group_by(*PROCESS, "program_pos")
         .agg(
             pl.col(
-                "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns"
+                "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns", "covered"
             ).first(),
             pl.col("start_ns").filter(pl.col("direction") == "tx").min().alias("entry_ns"),
             pl.col("peer_rank")

@@ -9,17 +9,22 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.align import align
+from pulse_bpf.analysis.capped import find_capped
+from pulse_bpf.analysis.clock_offsets import one_clock
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import find_late, lags, same_clock
 from pulse_bpf.analysis.loss import find_loss
-from pulse_bpf.analysis.marked import find_marked
+from pulse_bpf.analysis.marked import find_marked, pressed
+from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import find_signals, marks
 from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.analysis.stops import find_stops
+from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
 # Fewer finished operators per communicator than this are no ground for "healthy".
 MIN_OPERATORS = 10
@@ -32,6 +37,8 @@ MAX_INCOMPLETE = 0.1
 WAITED = 0.7
 # Events lost per operator above which something may have been overlooked.
 MAX_LOST = 0.01
+# Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
+MUCH_UNSEEN = 0.3
 
 
 def localize(
@@ -39,44 +46,45 @@ def localize(
     flows: pl.DataFrame,
     tables: Mapping[str, pl.DataFrame],
     damaged: list[str],
+    part: Window | None = None,
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
-    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples.
+    Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples. With
+    `part`, on that part of the time only.
     """
+    clock = one_clock(operators, tables["nodes"])
+    operators = clock.shifted("operators", operators)
+    tables = {name: clock.shifted(name, table) for name, table in tables.items()}
     aligned = align(operators)
+    same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
-    coverage = _coverage(operators, flows, tables, damaged)
+    calls = calls_of(operators)
+    iteration = find_iteration(calls, operators)
+    groups = find_groups(calls, operators, tables["comms"], iteration)
     stops = find_stops(aligned, tables, window[1])
+    if part is not None:
+        # Only the rest of the recording tells a job that stands still from one that goes on after the window.
+        window = resolved(part, window)
+        stops = stops.between(*window)
+        aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
+        operators = aligned.drop("step")
+    coverage = _coverage(operators, flows, tables, damaged)
     signals = find_signals(aligned, flows, tables)
     # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
     port = any(item.scope == "nic" for item in signals)
     found = [*(item for item in stops.findings if item.kind != "hang" or not port), *signals]
     unexplained: list[str] = []
-    # What a port says of itself explains what is slow and late around it.
-    if not signals:
+    blind = _beside_unseen(aligned)
+    if found and not signals:
         found += find_loss(aligned, tables["events"], flows)
-        if not found:
-            asked = marks(tables["port_counters"])
-            slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
-            # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
-            blind = _beside_unseen(aligned)
-            slow = [replace(item, confidence=0.4) if item.node in blind else item for item in slow]
-            one_clock = same_clock(tables["nodes"])
-            ranks = lags(aligned, one_clock)
-            lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
-            hosts, late = (
-                find_hosts(ranks, one_clock, int(lost.sum())),
-                find_late(ranks, tables["comms"], tables.get("channels")),
-            )
-            # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
-            # Where no port is named, what seems slow may have waited.
-            if hosts or (late and int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns):
-                slow, unexplained = [], []
-            found = hosts or (slow if slow or unexplained else late)
-            found = found or find_marked(aligned, flows, asked, tables["events"])
-            if not found and not unexplained and one_clock:
-                found = find_stalls(aligned)
+    else:
+        slowed, unexplained = _slowed(aligned, flows, tables, signals, same)
+        # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
+        found += [
+            replace(item, confidence=0.4) if blind & {item.node, *(item.nodes or ())} else item
+            for item in slowed
+        ]
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown.
         found = [
@@ -86,7 +94,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.undecided), *unexplained, *_missing(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *_missing(aligned, coverage)]
     missing += [
         f"a {finding.kind} at {finding.node} is likely but not certain"
         for finding in found
@@ -98,10 +106,61 @@ def localize(
     sure = [
         _with_netdev(finding, tables["nics"]) for finding in sorted(sure, key=lambda item: -item.confidence)
     ]
-    calls = calls_of(operators)
-    iteration = find_iteration(calls, operators)
-    groups = find_groups(calls, operators, tables["comms"], iteration)
+    sure, iteration = with_slowed(sure, iteration)
+    if iteration is not None:
+        within = [ns for ns in iteration.boundaries_ns if window[0] <= ns <= window[1]]
+        iteration = replace(iteration, boundaries_ns=within)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
+
+
+def _slowed(
+    aligned: pl.DataFrame,
+    flows: pl.DataFrame,
+    tables: Mapping[str, pl.DataFrame],
+    signals: list[Finding],
+    same: bool,
+) -> tuple[list[Finding], list[str]]:
+    """What makes a job slow beside its `signals`, and what stands in the way of naming it.
+
+    Each kind of evidence is looked for on its own, and what it shows by itself stands beside the others': a port that
+    says of itself what is wrong, one that repeats what it sends, one with a ceiling, flows that share a queue in the
+    network, a machine that comes late. The rates of flows beside each other, and silences, are told only where none of
+    those explains them.
+    """
+    asked = marks(tables["port_counters"])
+    faulty = {item.node for item in signals}
+    capped = [item for item in find_capped(aligned, asked) if item.node not in faulty]
+    if signals:
+        # What a port says of itself explains what is slow and late around it.
+        return capped, []
+    lossy = find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
+    if lossy:
+        faulty = {item.node for item in lossy}
+        return lossy + [item for item in capped if item.node not in faulty], []
+    ranks = lags(aligned, same)
+    lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
+    late = find_hosts(ranks, same, int(lost.sum())) or find_late(
+        ranks, tables["comms"], tables.get("channels")
+    )
+    network = find_marked(aligned, flows, asked, tables["events"])
+    if capped or network:
+        # Around slow flows others come late, those of a ring or of few pairs clearly less than what causes it: beside
+        # a port with a ceiling, another machine's own lateness stands; of a path's flows, both ends may look late.
+        places = {place for item in capped for place in (item.node, *(item.nodes or ()))}
+        return [*capped, *network, *(item for item in late if not network and item.node not in places)], []
+    if pressed(asked):
+        # Whom the network slows down makes others late, and which rank is late by itself is not known.
+        late = [item if item.cause == "host" else replace(item, confidence=0.4) for item in late]
+    slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
+    # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause. Where no
+    # port is named, what seems slow may have waited.
+    needed_ns = lost_ns if slow else WAITED * lost_ns
+    if late and (late[0].cause == "host" or int(late[0].lost_ns or 0) >= needed_ns):
+        slow, unexplained = [], []
+    found = slow if slow or unexplained else late
+    if not found and not unexplained and same:
+        found = find_stalls(aligned)
+    return found, unexplained
 
 
 def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:
@@ -115,12 +174,16 @@ def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:
 
 
 def _beside_unseen(aligned: pl.DataFrame) -> set[str]:
-    """The nodes none of whose traffic was seen, by whatever name, and those that exchange data with one of them."""
-    pairs = (
-        aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0).select("node", "peer_node").unique()
+    """The nodes none of whose traffic was seen, by whatever name, and those that exchange much with one of them."""
+    moved = aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0)
+    # Without a side that receives, what the unseen send is unknown, and taken to be as much as what is sent to them.
+    pairs = moved.group_by("node", "peer_node", "direction").agg(pl.col("bytes").sum())
+    unseen = ~pl.col("peer_node").is_in(pairs["node"].implode())
+    shares = pairs.group_by("node", "direction").agg(
+        share=pl.col("bytes").filter(unseen).sum() / pl.col("bytes").sum()
     )
-    beside = pairs.filter(~pl.col("peer_node").is_in(pairs["node"].implode()))
-    return {*beside["node"], *beside["peer_node"].drop_nulls()}
+    beside = shares.filter(pl.col("share") >= MUCH_UNSEEN)["node"]
+    return {*beside, *pairs.filter(unseen)["peer_node"].drop_nulls()}
 
 
 def _window(operators: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> tuple[int, int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import polars as pl
 
-from pulse_bpf.analysis.cover import EDGE, cover
+from pulse_bpf.analysis.cover import DST, EDGE, SRC, cover
 from pulse_bpf.analysis.findings import Evidence, Finding
 
 # Share of repeated bytes from which a flow counts as lossy, unless others repeat nearly as much.
 LOSSY_SHARE, OVER_OTHERS = 0.001, 10.0
-# One incident, such as a pause that lets timers run out, proves nothing: so many operators must hold repeats.
+# One incident, such as a pause that lets timers run out, proves nothing: so many operators of a port must hold repeats.
 MIN_HIT = 5
 
 
@@ -26,6 +26,7 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
         pl.col("nic").alias("src_nic"),
         pl.col("peer_node").alias("dst_node"),
         pl.col("peer_nic").alias("dst_nic"),
+        pl.coalesce("call_ns", "start_ns").alias("at_ns"),
         "bytes",
         pl.col("retx_bytes").fill_null(0),
         "start_ns",
@@ -42,6 +43,11 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
         )
         .agg(pl.col("value").sum().alias("naks"))
     )
+    # What one operator does to several flows of a port is one incident.
+    hit = sent.filter(pl.col("retx_bytes") > 0)
+    ports = [
+        hit.group_by(port).agg(pl.col("at_ns").n_unique().alias(f"hit_{port[0]}")) for port in (SRC, DST)
+    ]
     totals = (
         sent.group_by(EDGE)
         .agg(
@@ -51,11 +57,14 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
             pl.col("last_byte_ns").max(),
         )
         .join(refused, on=EDGE, how="left", nulls_equal=True)
+        .join(ports[0], on=SRC, how="left", nulls_equal=True)
+        .join(ports[1], on=DST, how="left", nulls_equal=True)
         .with_columns(pl.col("naks").fill_null(0), share=pl.col("retx_bytes") / pl.col("bytes"))
         .sort(EDGE)
     )
     usual = float(totals.select(pl.col("share").median()).item() or 0.0)
-    lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & (pl.col("hit") >= MIN_HIT)
+    often = pl.max_horizontal(f"hit_{SRC[0]}", f"hit_{DST[0]}") >= MIN_HIT
+    lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & often
     cells = totals.with_columns(
         weight=pl.when(lossy).then("share").otherwise(0.0),
         at_src=pl.lit(None, pl.Boolean),

@@ -8,22 +8,28 @@ import polars as pl
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.slow import hot
 
-# So many times as long an operator is busy on a flow while its sender is asked to slow down; in so many operators with
-# and without.
-STRETCHED, MIN_OPERATORS = 1.3, 5
+# So many times as long an operator is busy on a flow while its sender is asked to slow down; in so many operators.
+STRETCHED, MIN_OPERATORS = 1.2, 5
 # Operators that are usually busy for fewer bins say nothing when they are for some more.
-MIN_BINS = 4
+MIN_BINS = 2
 # Where more ports are marked, it is what the job itself sends at once, or many small tenants.
 MOST_PORTS = 3
+# How many operators others must have had for their usual time to be one.
+MIN_OTHERS = 12
+# From so many on, congestion notifications to one of few ports are those of a queue that stays, where others have at
+# most this share of them.
+MANY_MARKS, OTHERS_MARKS = 100, 0.2
+EDGE = ["node", "nic", "peer_node", "peer_nic"]
 
 
 def find_marked(
     aligned: pl.DataFrame, flows: pl.DataFrame, marks: pl.DataFrame | None, events: pl.DataFrame
 ) -> list[Finding]:
-    """The flows that a queue in the network slows down at times, where the operators of these times last longer.
+    """The flows that a queue in the network slows down, where operators last longer while it does.
 
     `marks` has how often each node and nic was asked to slow down, `events` when. No other port may be asked as often,
-    and no port of a machine may be full: then the queue is between switches.
+    and no port of a machine may be full: then the queue is between switches. An operator is compared with those of
+    the same flow in which it was not asked, or, where it always is, with other flows of ports that never are.
     """
     if marks is None:
         return []
@@ -36,37 +42,50 @@ def find_marked(
         pl.col("direction") == "tx",
         pl.col("step").is_not_null(),
         pl.col("start_ns").is_not_null(),
-        # Who sends point to point may wait in the midst of it for what others do.
-        ~pl.col("kind").is_in(["Send", "Recv", "Group"]),
-    )
+        pl.col("active_ns") > 0,
+    ).with_columns(size=(pl.col("bytes").log(2) * 8).round())
     parts = [
         _asked(rows, asked, node, nic) for node, nic in ports.select("node", "nic").sort("node", "nic").rows()
     ]
     # Not from first to last byte: a rank that waits inside an operator is not slowed by the network.
-    busy = pl.concat(parts)
-    edge = ["node", "nic", "peer_node", "peer_nic"]
-    ratios = (
-        busy.group_by(*edge, "comm_id", "kind", "op_bytes")
-        .agg(
-            pl.col("asked").sum().alias("times"),
-            (~pl.col("asked")).sum().alias("otherwise"),
-            pl.col("active_ns").filter("asked").median(),
-            usual_ns=pl.col("active_ns").filter(~pl.col("asked")).median(),
-            bin_ns=pl.col("bin_ns").max(),
-            first_ns=pl.col("start_ns").filter("asked").min(),
-            last_ns=pl.col("last_byte_ns").filter("asked").max(),
-        )
+    alike = ["kind", "nranks", "size"]
+    own = pl.concat(parts).group_by(*EDGE, *alike)
+    ratios = own.agg(
+        pl.col("asked").sum().alias("times"),
+        pl.col("active_ns").filter("asked").mean(),
+        bin_ns=pl.col("bin_ns").max(),
+        first_ns=pl.col("start_ns").filter("asked").min(),
+        last_ns=pl.col("last_byte_ns").filter("asked").max(),
+        own_ns=pl.when((~pl.col("asked")).sum() >= MIN_OPERATORS).then(
+            pl.col("active_ns").filter(~pl.col("asked")).mean()
+        ),
+    )
+    unmarked = rows.join(marks.filter(pl.col("marks") == 0), on=["node", "nic"], how="semi")
+    others = unmarked.group_by(alike).agg(others_ns=pl.col("active_ns").mean(), others=pl.len())
+    slow = (
+        ratios.join(others.filter(pl.col("others") >= MIN_OTHERS), on=alike, how="left", nulls_equal=True)
+        .with_columns(usual_ns=pl.coalesce("own_ns", "others_ns"))
+        .with_columns(ratio=pl.col("active_ns") / pl.col("usual_ns"))
         .filter(
             pl.col("times") >= MIN_OPERATORS,
-            pl.col("otherwise") >= MIN_OPERATORS,
             pl.col("usual_ns") >= MIN_BINS * pl.col("bin_ns"),
+            pl.col("ratio") >= STRETCHED,
         )
-        .with_columns(ratio=pl.col("active_ns") / pl.col("usual_ns"))
     )
-    slow = ratios.filter(pl.col("ratio") >= STRETCHED)
     if slow.is_empty() or slow.select("node", "nic").n_unique() < ports.height:
         return []
-    return [_finding(slow, flows.join(slow.select(edge).unique(), on=edge, how="semi"))]
+    return [_finding(slow, flows.join(slow.select(EDGE).unique(), on=EDGE, how="semi"))]
+
+
+def pressed(marks: pl.DataFrame | None) -> bool:
+    """Whether the network slows down few ports, and much, by how often each was asked to slow down (`marks`)."""
+    if marks is None:
+        return False
+    ports = hot(marks)
+    least = int(ports["marks"].min() or 0)  # type: ignore[arg-type]
+    others = marks.join(ports, on=["node", "nic"], how="anti")["marks"]
+    alone = int(others.max() or 0) <= OTHERS_MARKS * least  # type: ignore[arg-type]
+    return ports.height <= MOST_PORTS and least >= MANY_MARKS and alone
 
 
 def _asked(rows: pl.DataFrame, asked: pl.DataFrame, node: str, nic: str) -> pl.DataFrame:

@@ -184,12 +184,12 @@ def rate_cells(aligned: pl.DataFrame) -> pl.DataFrame:
 
 
 def _measured(aligned: pl.DataFrame) -> pl.DataFrame:
-    """The rows whose operators are long enough to judge a rate, which is their median bin's where bins are wide."""
+    """The rows whose operators are long enough to judge a rate: that of fast bins where these are wide."""
     bins = (pl.col("last_byte_ns") - pl.col("start_ns")) / pl.col("bin_ns")
     # Of a source that sees only what is sent, credits and acknowledgements are rows as well.
     data = pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(*OPERATOR, "direction")
     rows = aligned.filter(pl.col("step").is_not_null(), data).with_columns(
-        burst_gbps=pl.coalesce("burst_gbps", pl.when(bins >= MIN_BINS).then("wmed_gbps"))
+        burst_gbps=pl.coalesce("burst_gbps", pl.when(bins >= MIN_BINS).then("p95_gbps"))
     )
     return rows.filter(pl.col("burst_gbps").is_not_null())
 
@@ -325,6 +325,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         slowdown=round(1 / ratio, 3),
         first_ns=first,
         last_ns=last,
+        lost_ns=_lost_ns(during),
         evidence=evidence,
         node=node,
         nic=nic or None,

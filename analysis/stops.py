@@ -21,10 +21,26 @@ TOGETHER_NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class Stop:
-    """The findings about jobs that stand still, and why there is none where one does."""
+    """The findings about jobs that stand still, and why there is none where one does, by since when it does."""
 
     findings: list[Finding]
-    undecided: list[str]
+    undecided: list[tuple[int, str]]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why there is no finding about a job that stands still."""
+        return [why for _, why in self.undecided]
+
+    def between(self, first_ns: int, last_ns: int) -> Stop:
+        """Those of jobs that stood still at some time between these moments, the findings cut to it."""
+        return Stop(
+            [
+                replace(item, first_ns=begin, last_ns=end, lost_ns=end - begin)
+                for item in self.findings
+                if (begin := max(item.first_ns, first_ns)) < (end := min(item.last_ns, last_ns))
+            ],
+            [(since_ns, why) for since_ns, why in self.undecided if since_ns < last_ns],
+        )
 
 
 def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns: int) -> Stop:
@@ -40,7 +56,7 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     )
     until = watched_until(tables["coverage"], end_ns, aligned["node"].drop_nulls())
     findings: list[Finding] = []
-    undecided: list[str] = []
+    undecided: list[tuple[int, str]] = []
     for job in _jobs(rows):
         if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
             continue
@@ -48,8 +64,8 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
         found = _going_on(job, until) if quiet is None else _who(job, tables, quiet)
         if isinstance(found, Finding):
             findings.append(found)
-        elif found:
-            undecided.append(found)
+        elif found and quiet is not None:
+            undecided.append((quiet.since_ns, found))
     return Stop(findings, undecided)
 
 

@@ -76,8 +76,9 @@ def _job(findings: Findings) -> list[str]:
     iteration = findings.iteration
     if iteration is not None:
         seen = f", {len(iteration.boundaries_ns)} seen" if iteration.boundaries_ns else ""
+        lost = f", {iteration.slowed_ns / 1e6:.1f} ms of it lost" if iteration.slowed_ns else ""
         lines += _wrapped(
-            f"Iteration: {iteration.period_ns / 1e6:.1f} ms{seen} (confidence {iteration.confidence:.0%}).",
+            f"Iteration: {iteration.period_ns / 1e6:.1f} ms{seen} (confidence {iteration.confidence:.0%}){lost}.",
             "",
         )
     alike: dict[tuple[str, int, bool], list[float]] = {}
@@ -102,6 +103,8 @@ def _finding(number: int, finding: Finding) -> list[str]:
         table.add_row("slower by", f"{finding.slowdown:.2f}x")
     if finding.lost_ns:
         table.add_row("time lost", f"{finding.lost_ns / 1e6:.1f} ms")
+    if finding.slowed_ns:
+        table.add_row("iteration", f"{finding.slowed_ns / 1e6:.1f} ms longer")
     table.add_row("seen", f"from {start} for {(finding.last_ns - finding.first_ns) / 1e9:.1f} s")
     if finding.victims:
         more = "" if len(finding.victims) <= 10 else f" and {len(finding.victims) - 10} more"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -36,7 +37,11 @@ def read_ports(node: str, root: Path = Path("/sys"), devices: Collection[str] | 
     (sysfs-class-infiniband, sysfs-bus-pci, sysfs-class-net), and for soft-RoCE its `parent` file.
     """
     rails = dict(read_rails(root).select("function", "rail").iter_rows())
-    rows = [row for device in _devices(root) for row in _port_rows(node, device, root)]
+    rows = [
+        row
+        for device in _devices(root)
+        for row in _port_rows(node, device, root, devices is None or device.name in devices)
+    ]
     ports = pl.DataFrame(rows, schema=PORTS)
     physical = ports.filter(~pl.col("virtual")).select("node_guid", "function").drop_nulls()
     of_guid = physical.sort("function").unique("node_guid", keep="first", maintain_order=True)
@@ -85,7 +90,8 @@ def _devices(root: Path) -> list[Path]:
     return sorted((root / "class/infiniband").glob("*"))
 
 
-def _port_rows(node: str, device: Path, root: Path) -> Iterator[dict[str, Any]]:
+def _port_rows(node: str, device: Path, root: Path, whole: bool) -> Iterator[dict[str, Any]]:
+    """One row per port of `device`; unless `whole` without what its GIDs say, of which a port may have a thousand."""
     pci = _pci_address(device)
     netdevs = _netdevs(root, pci)
     numa = _text(device / "device/numa_node")
@@ -93,14 +99,16 @@ def _port_rows(node: str, device: Path, root: Path) -> Iterator[dict[str, Any]]:
     for port in sorted(device.glob("ports/*"), key=lambda path: int(path.name)):
         netdev = (
             # A port's own netdev stands beside its GIDs; the others are for drivers that leave those empty.
-            _gid_netdev(port) or _text(device / "parent") or (netdevs[0] if len(netdevs) == 1 else None)
+            (_gid_netdev(port) if whole else None)
+            or _text(device / "parent")
+            or (netdevs[0] if len(netdevs) == 1 else None)
         )
         yield {
             "node": node,
             "nic": device.name,
             "port": int(port.name),
             "link_gbps": _gbps(_text(port / "rate")),
-            "gids": list(_gids(port)),
+            "gids": list(_gids(port)) if whole else [],
             "rail": None,
             "netdev": netdev,
             "numa": int(numa) if numa and int(numa) >= 0 else None,
@@ -113,8 +121,7 @@ def _port_rows(node: str, device: Path, root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _gids(port: Path) -> Iterator[str]:
-    for file in sorted(port.glob("gids/*"), key=lambda path: int(path.name)):
-        text = _text(file)
+    for text in _numbered(port / "gids"):
         if text and int(text.replace(":", ""), 16):
             yield gid_text(ipaddress.IPv6Address(text))
 
@@ -125,8 +132,13 @@ def gid_text(gid: ipaddress.IPv6Address) -> str:
 
 
 def _gid_netdev(port: Path) -> str | None:
-    names = [_text(file) for file in sorted(port.glob("gid_attrs/ndevs/*"), key=lambda path: int(path.name))]
-    return next((name for name in names if name), None)
+    return next(filter(None, _numbered(port / "gid_attrs/ndevs")), None)
+
+
+def _numbered(directory: Path) -> Iterator[str | None]:
+    """What the files of `directory` hold, which have numbers for names, in order; each is read when it is asked for."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return (_text(directory / name) for name in sorted(names, key=int))
 
 
 def _pci_address(device: Path) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +19,7 @@ from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, HostError, PulseError, 
 from pulse_bpf.output import write
 
 if TYPE_CHECKING:
+    from pulse_bpf.analysis import Window
     from pulse_bpf.check import Check
     from pulse_bpf.watch import Selection
 
@@ -110,6 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--json", action="store_true", help="the findings as JSON")
     shape.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
     analyze.add_argument("--top", type=_at_least_one, metavar="N", help="only the N most probable findings")
+    analyze.add_argument(
+        "--window",
+        type=_window,
+        metavar="A..B",
+        help="only that time: from the start, as 2s..5s or 500ms.., or in ns since the Unix epoch",
+    )
     analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
     analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
     analyze.set_defaults(func=_analyze)
@@ -214,6 +222,33 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
+_UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000}
+
+
+def _window(text: str) -> Window:
+    from pulse_bpf.analysis import Window
+
+    begin, dots, end = text.partition("..")
+    if not dots:
+        raise argparse.ArgumentTypeError(f"{text} is not A..B, for example 2s..5s")
+    return Window(_moment(begin), _moment(end))
+
+
+def _moment(text: str) -> int | None:
+    """As window.Window has a moment: ns from the start, or since the epoch; None where nothing is said."""
+    if not text:
+        return None
+    if text.isdecimal() and len(text) >= 19:
+        return int(text)
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m)", text)
+    if number is None:
+        units = ", ".join(_UNITS_NS)
+        raise argparse.ArgumentTypeError(
+            f"{text} is no time: a number of {units}, or ns since the Unix epoch"
+        )
+    return round(float(number[1]) * _UNITS_NS[number[2]])
+
+
 def _analyze(arguments: argparse.Namespace) -> int:
     from polars.exceptions import PolarsError
 
@@ -223,7 +258,7 @@ def _analyze(arguments: argparse.Namespace) -> int:
 
     recording = load(arguments.recordings)
     operators, flows = analysis.measure(recording)
-    findings = analysis.conclude(recording, operators, flows)
+    findings = analysis.conclude(recording, operators, flows, arguments.window)
     if arguments.explain:
         write(explain(findings, arguments.explain))
     else:

@@ -8,7 +8,8 @@ import pytest
 from pulse_bpf.analysis import metrics
 from pulse_bpf.analysis.attribute import FLOWS
 from pulse_bpf.analysis.hosts import find_hosts
-from pulse_bpf.analysis.marked import find_marked
+from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.schema import EVENTS
 
@@ -34,11 +35,11 @@ def calls(late: dict[str, dict[int, int]]) -> pl.DataFrame:
                     "kind": "AllReduce",
                     "step": step,
                 }
-                | {"program_pos": step, "call_ns": done[node]}
+                | {"program_pos": step, "call_ns": done[node], "own_end_ns": None, "covered": True}
             )
         if step % 20 == 19:
             done = dict.fromkeys(NODES, max(done.values()))
-    return pl.DataFrame(rows)
+    return pl.DataFrame(rows, schema_overrides={"own_end_ns": pl.Int64})
 
 
 def test_calls_in_time_name_no_host() -> None:
@@ -54,6 +55,21 @@ def test_the_host_that_calls_late_now_and_then_is_named(late: dict[int, int], ki
     (item,) = find_hosts(ranks, True, 0)
     assert (item.kind, item.scope, item.node, item.rank) == (kind, "node", "c", 2)
     assert find_hosts(ranks, True, lost=1) == []
+
+
+def test_a_call_is_not_late_by_what_the_operator_before_lasted() -> None:
+    """A rank that got its last packet, or its last acknowledgement, late waits for that in its call."""
+    ranks = calls({"c": {30: 40}})
+    waits = (pl.col("node") == "c") & (pl.col("program_pos") == 29)
+    ended = ranks.with_columns(own_end_ns=pl.col("call_ns") + pl.when(waits).then(41 * MS).otherwise(MS))
+    assert find_hosts(ended, True, 0) == []
+    (item,) = find_hosts(ranks.with_columns(own_end_ns=pl.col("call_ns") + MS), True, 0)
+    assert item.node == "c"
+
+
+def test_nobody_is_late_while_nobody_watched_the_traffic() -> None:
+    ranks = calls({"c": {30: 40}})
+    assert find_hosts(ranks.with_columns(covered=pl.col("program_pos") > 35), True, 0) == []
 
 
 def test_late_calls_on_two_machines_name_neither() -> None:
@@ -101,6 +117,29 @@ def asked(steps: range) -> tuple[pl.DataFrame, pl.DataFrame]:
     return marks, pl.DataFrame(events, schema=EVENTS)
 
 
+@pytest.mark.parametrize(
+    ("hit", "named"),
+    [
+        ({"b": {1, 9}, "c": {4, 12}, "d": {6, 14}}, True),
+        ({"b": {1, 9}, "c": {1, 9}, "d": {1, 9}}, False),
+    ],
+)
+def test_rare_repeats_on_all_flows_of_a_port_are_its_loss(hit: dict[str, set[int]], named: bool) -> None:
+    """Hardly any operator of a job that loses packets ends, and each has many flows; one bad moment is no loss."""
+    rows = [
+        {"node": source, "nic": "x", "peer_node": target, "peer_nic": "x", "direction": "tx", "level": "flow"}
+        | {"call_ns": step * MS, "start_ns": step * MS, "last_byte_ns": step * MS + 1, "bytes": 100_000}
+        | {"retx_bytes": 10_000 if source == "a" and step in hit[target] else 0}
+        for source in NODES
+        for target in NODES
+        if target != source
+        for step in range(20)
+    ]
+    ends = pl.DataFrame(schema={name: FLOWS[name] for name in FLOWS})
+    found = find_loss(pl.DataFrame(rows, schema_overrides=STEP), pl.DataFrame(schema=EVENTS), ends)
+    assert [(item.kind, item.scope, item.node) for item in found] == [("lossy-link", "nic", "a")] * named
+
+
 def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() -> None:
     steps = range(0, OPERATORS, 3)
     longer = pl.when(pl.col("step") % 3 == 0).then(4 * MS).otherwise(0)
@@ -118,8 +157,30 @@ def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() 
     waiting = ring(last_byte_ns=pl.col("last_byte_ns") + longer)
     assert find_marked(waiting, flows, marks, events) == []
     assert find_marked(stretched, flows, None, events) == []
-    assert find_marked(stretched.with_columns(bin_ns=pl.lit(2 * MS)), flows, marks, events) == []
-    assert find_marked(stretched.with_columns(kind=pl.lit("Group")), flows, marks, events) == []
+    assert find_marked(stretched.with_columns(bin_ns=pl.lit(3 * MS)), flows, marks, events) == []
+
+
+def test_a_sender_that_is_always_marked_is_compared_with_those_that_never_are() -> None:
+    flows = pl.DataFrame(
+        {"node": ["b"], "nic": "mlx5_0", "qpn": [7], "peer_node": ["c"], "peer_nic": "mlx5_0"},
+        schema_overrides=FLOWS,
+    )
+    marks, events = asked(range(OPERATORS))
+    longer = pl.when(pl.col("node") == "b").then(3 * MS).otherwise(0)
+    (item,) = find_marked(ring(active_ns=pl.col("active_ns") + longer), flows, marks, events)
+    assert item.slowdown == pytest.approx(8 / 5)
+    assert find_marked(ring(), flows, marks, events) == []
+
+
+def test_the_network_is_pressed_where_few_ports_are_marked_much_and_the_others_not() -> None:
+    def counted(*marks: int) -> pl.DataFrame:
+        return pl.DataFrame({"node": NODES, "nic": "mlx5_0", "marks": marks})
+
+    assert pressed(counted(0, 500, 0, 0))
+    assert not pressed(None)
+    assert not pressed(counted(0, 50, 0, 0))
+    assert not pressed(counted(0, 150, 40, 0))
+    assert not pressed(counted(500, 500, 500, 500))
 
 
 def test_silence_that_begins_at_one_flow_names_its_two_ends() -> None:

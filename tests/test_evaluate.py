@@ -24,9 +24,9 @@ from pulse_bpf.lab import episodes
 from pulse_bpf.lab.boundaries import Boundaries
 from pulse_bpf.lab.episodes import Answer, Outcome, carry_out, plan
 from pulse_bpf.lab.scoreboard import answers, faults, level, total
-from pulse_bpf.lab.scoring import Score
+from pulse_bpf.lab.scoring import Score, Stated
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
-from pulse_bpf.lab.tables import Table, tables
+from pulse_bpf.lab.tables import Table, tables, wilson
 
 NAMES = list(SCENARIOS)
 SLOW = {"kind": "nic-slow", "scope": "nic", "node": "node1", "nic": "rxe0", "severity": 2.0, "effect": 2.0}
@@ -195,13 +195,37 @@ def test_the_tables_name_every_scenario_method_and_failure() -> None:
         SCENARIOS[NAMES[-1]].title: "quiet 1/1",
     }
     assert ["recall", "50.0%"] in _table(made, "All episodes")
-    assert ["2.0 to 3.0", "1/2"] in _table(made, "Recall by severity")
+    assert ["2.0 to 2.5", "1/2"] in _table(made, "Recall by severity")
     assert _table(made, "Failures") == [["simulation", "SimulationError: no / luck", "1", "3"]]
     boundaries = _table(made, "Operator boundaries")[0]
     assert boundaries[2:] == ["30", "80.0%", "50.0%", "100.0%", "75.0%", "100.0%"]
     for table in made:
         assert {len(row) for row in table.rows} == {len(table.columns)}
         assert len(table.markdown().splitlines()) >= len(table.rows) + 3
+
+
+def test_conditions_and_stated_confidence_have_tables_of_their_own() -> None:
+    sure, unsure = Stated("nic-slow", 0.97, True), Stated("nic-slow", 0.62, False)
+    outcomes = [
+        _outcome(0, replace(EXACT, stated=[sure]), bin_us=32, conditions=("ntp",)),
+        _outcome(1, replace(WRONG, stated=[unsure]), bin_us=1000, conditions=()),
+        _outcome(2, Score([], [], 0, 0, 0), None, scenario="healthy-tenant", bin_us=32, conditions=()),
+    ]
+    made = tables(outcomes, ["pulse"])
+    under = {row[0]: row[1:] for row in _table(made, "What pulse says under each condition")}
+    assert under["ntp"] == ["1", "0", "1/1", "100.0%", "100.0%", "0/0"]
+    assert under["none"] == ["2", "1", "0/1", "0.0%", "0.0%", "0/1"]
+    assert under["bins of 32 us"] == ["2", "0", "1/1", "100.0%", "100.0%", "0/1"]
+    assert under["a second tenant"] == ["1", "0", "0/0", "-", "-", "0/1"]
+    rows = {row[0]: row[1:4] for row in _table(made, "How sure pulse may be")}
+    assert rows == {"60% to 70%": ["1", "62.0%", "0.0%"], "95% to 100%": ["1", "97.0%", "100.0%"]}
+
+
+def test_an_interval_of_a_share_holds_it_and_narrows() -> None:
+    low, high = wilson(9, 10)
+    assert (low, high) == pytest.approx((0.596, 0.982), abs=0.001)
+    assert wilson(0, 3)[0] == 0.0
+    assert low < wilson(90, 100)[0] < 0.9 < wilson(90, 100)[1] < high
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import polars as pl
+import pytest
+
+from pulse_bpf.nic import identity
 from pulse_bpf.nic.identity import read_nics, read_ports, read_rails
 from pulse_bpf.schema import TABLES
 
@@ -57,8 +61,25 @@ def test_a_card_and_a_software_device(tmp_path: Path) -> None:
         ),
         ("a", "rxe1", 1, 10.0, ["::ffff:10.9.0.1"], None, "h1", None, None),
     ]
-    assert read_nics("a", root=tmp_path, devices=["rxe1"])["nic"].to_list() == ["rxe1"]
+    for nic in ("mlx5_0", "rxe1"):
+        assert read_nics("a", root=tmp_path, devices=[nic]).equals(frame.filter(pl.col("nic") == nic))
     assert read_nics("a", root=tmp_path, devices=[]).is_empty()
+
+
+def test_a_table_of_a_thousand_gids_is_read_once_and_only_of_what_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rxe1", "rxe2"):
+        device = make_device(tmp_path, name, {})
+        for index in range(1024):
+            write(device / f"ports/1/gids/{index}", ZERO)
+            write(device / f"ports/1/gid_attrs/ndevs/{index}", "h1" if index == 1 else "")
+    read: list[Path] = []
+    text = identity._text
+    monkeypatch.setattr(identity, "_text", lambda file: (read.append(file), text(file))[1])
+    assert read_nics("a", root=tmp_path, devices=["rxe1"])["netdev"].to_list() == ["h1"]
+    assert len([file for file in read if file.parent.name == "gids"]) == 1024
+    assert len([file for file in read if file.parent.name == "ndevs"]) == 2
 
 
 def test_the_only_netdev_of_a_card_is_its_port_s_where_the_gids_name_none(tmp_path: Path) -> None:

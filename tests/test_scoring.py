@@ -133,6 +133,12 @@ def test_what_comes_after_a_healthy_component_does_not_count() -> None:
     assert _score([_nic(1), _nic(5)], [_nic(1)]) == Score(["exact"], [True], 2, 1, 1)
 
 
+def test_each_claim_is_kept_with_how_sure_it_is() -> None:
+    claims = [{**_nic(1), "confidence": 0.9}, {**_nic(5), "confidence": 0.6}]
+    stated = [(each.kind, each.confidence, each.right) for each in _score(claims, [_nic(1)]).stated]
+    assert stated == [("nic-slow", 0.9, True), ("nic-slow", 0.6, False)]
+
+
 def test_the_better_of_two_answers_counts() -> None:
     assert _score([_node(1), _nic(1)], [_nic(1)]).outcomes == ["exact"]
     assert _score([_nic(1), _node(1)], [_nic(1)]).outcomes == ["exact"]

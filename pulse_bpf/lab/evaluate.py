@@ -30,6 +30,9 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FORMAT, VERSION = "pulse-evaluation", 1
+# Of the C library: what an episode had in memory is kept for the next one, instead of being given back to the system,
+# which has to clear all of it anew.
+_KEEPS_MEMORY = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=8589934592"
 _stderr = Console(stderr=True)
 
 
@@ -121,6 +124,7 @@ def _carried_out(
 
     # Read by polars when a worker imports it: one worker for each core leaves no more to each.
     os.environ["POLARS_MAX_THREADS"] = str(max(1, (os.cpu_count() or 1) // jobs))
+    os.environ.setdefault("GLIBC_TUNABLES", _KEEPS_MEMORY)
     outcomes = []
     columns = (TextColumn("{task.description}"), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=_stderr) as progress:

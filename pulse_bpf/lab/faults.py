@@ -84,7 +84,7 @@ def _cannot_clear(_lab: Lab, _host: int) -> None:
 
 
 def _hog(lab: Lab, host: int) -> None:
-    """Lets the worker share a tenth of a CPU with a process that spins, as on a host with no CPU to spare."""
+    """Lets the worker share a fifth of a CPU with a process that spins, as on a host with no CPU to spare."""
     worker = _worker(lab, host)
     if host in lab.hogs:
         raise UsageError(
@@ -100,7 +100,7 @@ def _hog(lab: Lab, host: int) -> None:
     group = job.hog_group(host)
     (group.parent / "cgroup.subtree_control").write_text("+cpu")
     group.mkdir(exist_ok=True)
-    (group / "cpu.max").write_text("5000 50000")
+    (group / "cpu.max").write_text("10000 50000")
     for pid in (spin.pid, worker):
         (group / "cgroup.procs").write_text(str(pid))
 

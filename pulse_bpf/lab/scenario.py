@@ -20,12 +20,12 @@ from pulse_bpf.lab.faults import FAULTS
 HEALTHY = "healthy"
 SCENARIOS = (HEALTHY, *FAULTS)
 _SETTLE_STEPS = 3
-_STEP_TIMEOUT_S = 60.0
+_STEP_TIMEOUT_S = 120.0
 # Of the seconds of a recording: when a fault that stops the job comes.
 _STOP_AT = 0.4
-# What one run takes beside its recording under emulation, generously.
-_AROUND_RUN_S = 180.0
-_ATTACH_S = 120.0
+# What one run takes beside its recording under emulation, generously: on a machine that has much else to do, too.
+_AROUND_RUN_S = 600.0
+_ATTACH_S = 400.0
 _BOOT_S = 120.0
 
 

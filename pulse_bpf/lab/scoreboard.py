@@ -30,6 +30,7 @@ _EPISODE: dict[str, Any] = {
 FAULTS = pl.Schema({**_EPISODE, "kind": STR, "effect": F64, "outcome": STR, "kind_right": pl.Boolean})
 _BOUNDARIES = ("true", "found", "starts_within_1", "starts_within_3", "ends_within_1", "ends_within_3")
 _COUNTS = ("faults", "claims", "false_claims", "healthy_machines", *_BOUNDARIES)
+CLAIMS = pl.Schema({**_EPISODE, "kind": STR, "confidence": F64, "right": pl.Boolean})
 ANSWERS = pl.Schema({**_EPISODE, **dict.fromkeys(_COUNTS, I64), "computing_s": F64})
 
 
@@ -60,6 +61,17 @@ def answers(outcomes: Sequence[Outcome]) -> pl.DataFrame:
         for answer in outcome.answers
     ]
     return pl.DataFrame(rows, schema=ANSWERS)
+
+
+def claims(outcomes: Sequence[Outcome]) -> pl.DataFrame:
+    """CLAIMS: a row for each thing that a method said to be broken."""
+    rows = [
+        _episode(outcome, answer.method, answer.verdict) | asdict(stated)
+        for outcome in outcomes
+        for answer in outcome.answers
+        for stated in answer.score.stated
+    ]
+    return pl.DataFrame(rows, schema=CLAIMS)
 
 
 def _episode(outcome: Outcome, method: str, verdict: str) -> dict[str, Any]:
@@ -108,12 +120,14 @@ def total(fault_rows: pl.DataFrame, answer_rows: pl.DataFrame) -> dict[str, Any]
         "failed": answer_rows.filter(pl.col("verdict") == "failed").height,
         "undecided": answer_rows.filter(pl.col("verdict") == "undecided").height,
         "healthy_episodes": healthy.height,
+        "called_healthy": healthy.filter(pl.col("verdict") == "healthy").height,
         "false_alarms": healthy.filter(pl.col("claims") > 0).height,
         "too_small_faults": fault_rows.height - counted.height,
         **located(counted),
         "levels": levels(fault_rows),
         "recall": share(promised.filter(pl.col("outcome").is_in(LOCATED)).height, promised.height),
         "claims": sums["claims"],
+        "false_claims": sums["false_claims"],
         "precision": share(sums["claims"] - sums["false_claims"], sums["claims"]),
         "healthy_machines": sums["healthy_machines"],
         "computing_s": _spread(answer_rows["computing_s"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from pulse_bpf.analysis.findings import ACCUSING
@@ -27,12 +27,22 @@ class Component(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Stated:
+    """A claim of one answer: how sure it says it is, and whether it is about a fault and names no healthy part."""
+
+    kind: str
+    confidence: float
+    right: bool
+
+
+@dataclass(frozen=True)
 class Score:
     """What one answer is worth.
 
     `outcomes` and `kinds_right` are parallel to the faults of the truth. `claims` are the findings that say that
     something is broken, `false_claims` those among them that are not about a fault, or name a healthy part
-    of the machine that has it. `healthy_machines` are the machines named where nothing is wrong.
+    of the machine that has it. `healthy_machines` are the machines named where nothing is wrong. `stated` are
+    the claims one by one.
     """
 
     outcomes: list[Outcome]
@@ -40,6 +50,7 @@ class Score:
     claims: int
     false_claims: int
     healthy_machines: int
+    stated: list[Stated] = field(default_factory=list, compare=False)
 
 
 def score(findings: Json, truth: Json, nodes: int) -> Score:
@@ -57,7 +68,8 @@ def score(findings: Json, truth: Json, nodes: int) -> Score:
     claims = [finding for finding in findings["findings"] if finding["scope"] != "workload"]
     located: list[tuple[Outcome, bool] | None] = [None] * len(faults)
     misled = False
-    false_claims = healthy = 0
+    stated: list[Stated] = []
+    healthy = 0
     for claim in claims:
         answers = [_located(claim, fault, nodes) for fault in faults]
         for index, (answer, fault) in enumerate(zip(answers, faults, strict=True)):
@@ -67,18 +79,20 @@ def score(findings: Json, truth: Json, nodes: int) -> Score:
             if before is None or OUTCOMES.index(answer) < OUTCOMES.index(before[0]):
                 located[index] = (answer, claim["kind"] == fault["kind"])
         misled = misled or not any(answers)
-        false_claims += all(
+        right = not all(
             answer is None or _names_another_part(claim, fault)
             for answer, fault in zip(answers, faults, strict=True)
         )
+        stated.append(Stated(claim["kind"], claim.get("confidence", 1.0), right))
         healthy += claim["scope"] in ACCUSING and not any(answers)
     rest: Outcome = "wrong" if misled else "missed"
     return Score(
         [answer[0] if answer else rest for answer in located],
         [bool(answer and answer[1]) for answer in located],
         len(claims),
-        false_claims,
+        sum(not each.right for each in stated),
         healthy,
+        stated,
     )
 
 

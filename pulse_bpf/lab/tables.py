@@ -11,11 +11,26 @@ import polars as pl
 from rich.table import Table as RichTable
 
 from pulse_bpf.lab.episodes import Outcome
-from pulse_bpf.lab.scoreboard import MIN_EFFECT, MIN_SEVERITY, MOSTLY, answers, faults, level, located, total
+from pulse_bpf.lab.scoreboard import (
+    MIN_EFFECT,
+    MIN_SEVERITY,
+    MOSTLY,
+    answers,
+    claims,
+    faults,
+    level,
+    located,
+    share,
+    total,
+)
 from pulse_bpf.lab.scoring import LOCATED, OUTCOMES
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
 
-SEVERITIES = (1.1, 1.3, 1.6, 2.0, 3.0, 5.0, 10.0)
+SEVERITIES = (1.1, 1.2, 1.3, 1.45, 1.6, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0, 10.0)
+# A claim that says it is at least so sure, and less than the next says.
+CONFIDENCES = (0.0, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.01)
+# Scenarios in which somebody else's traffic crosses the job's.
+TENANTS = ("healthy-tenant", "congestion")
 
 
 @dataclass(frozen=True)
@@ -53,13 +68,15 @@ def _line(cells: Iterable[str]) -> str:
 
 def tables(outcomes: Sequence[Outcome], methods: Sequence[str]) -> list[Table]:
     """All tables of `outcomes`, in which each of `methods` was asked; those with nothing to say left out."""
-    fault_rows, answer_rows = faults(outcomes), answers(outcomes)
+    fault_rows, answer_rows, claim_rows = faults(outcomes), answers(outcomes), claims(outcomes)
     made = [
         _by_scenario(fault_rows, answer_rows, methods),
         _in_all(fault_rows, answer_rows, methods),
         *(_outcomes(fault_rows.filter(pl.col("method") == method), method) for method in methods[:1]),
         _by_severity(fault_rows, methods),
+        *(_conditions(fault_rows, answer_rows, method) for method in methods[:1]),
         _by_view(fault_rows, methods),
+        *(_calibration(claim_rows, method) for method in methods[:1]),
         _boundaries(answer_rows, methods),
         _failures(outcomes),
     ]
@@ -101,7 +118,14 @@ def _in_all(fault_rows: pl.DataFrame, answer_rows: pl.DataFrame, methods: Sequen
     for name in ("faults", *OUTCOMES, "kind_right"):
         rows.append([_NAMES.get(name, name), *(str(each[name]) for each in sums)])
     rows += [[name, *(_percent(each[name]) for each in sums)] for name in ("recall", "precision")]
-    for name in ("healthy_machines", "false_alarms", "healthy_episodes", "undecided", "failed"):
+    for name in (
+        "healthy_machines",
+        "false_alarms",
+        "called_healthy",
+        "healthy_episodes",
+        "undecided",
+        "failed",
+    ):
         rows.append([_NAMES.get(name, name), *(str(each[name]) for each in sums)])
     rows += [
         [f"CPU seconds to the answer, {name}", *(_seconds(each["computing_s"][name]) for each in sums)]
@@ -121,6 +145,7 @@ _NAMES = {
     "kind_right": "located, and the right kind",
     "healthy_machines": "healthy machines named",
     "false_alarms": "healthy runs with an alarm",
+    "called_healthy": "healthy runs called healthy",
     "healthy_episodes": "healthy runs",
     "undecided": "runs undecided",
     "failed": "runs in which the method failed",
@@ -164,6 +189,69 @@ def _by_view(fault_rows: pl.DataFrame, methods: Sequence[str]) -> Table:
         "By source, width of the bins in us, what the collectors missed, when the fault came, and what ran."
     )
     return _shares("Recall by circumstances", note, promised, bands, methods)
+
+
+def _conditions(fault_rows: pl.DataFrame, answer_rows: pl.DataFrame, method: str) -> Table:
+    mine = [frame.filter(pl.col("method") == method) for frame in (fault_rows, answer_rows)]
+    circumstances = [
+        (named.format(value), pl.col(column) == value)
+        for named, column in (("bins of {} us", "bin_us"), ("{}", "source"), ("{}", "condition"))
+        for value in mine[1][column].unique().sort()
+    ]
+    circumstances.append(("a second tenant", pl.col("scenario").is_in(TENANTS)))
+    rows = []
+    for name, condition in circumstances:
+        here = [frame.filter(condition) for frame in mine]
+        if here[1].is_empty():
+            continue
+        sums = total(*here)
+        rows.append(
+            [
+                name,
+                str(sums["episodes"]),
+                str(sums["healthy_machines"]),
+                f"{sums['claims'] - sums['false_claims']}/{sums['claims']}",
+                _percent(sums["precision"]),
+                _percent(sums["recall"]),
+                f"{sums['called_healthy']}/{sums['healthy_episodes']}",
+            ]
+        )
+    columns = ["", "runs", "healthy machines named", "right", "precision", "recall", "called healthy"]
+    note = (
+        "By width of the bins, source, what the collectors missed (none: nothing), and where somebody else's traffic "
+        "crosses the job's. Right: of what was said to be broken. Called healthy: of the runs without a fault."
+    )
+    return Table(f"What {method} says under each condition", note, columns, rows)
+
+
+def _calibration(claim_rows: pl.DataFrame, method: str) -> Table:
+    mine = claim_rows.filter(pl.col("method") == method)
+    rows = []
+    for low, high in pairwise(CONFIDENCES):
+        here = mine.filter(pl.col("confidence") >= low, pl.col("confidence") < high)
+        if here.is_empty():
+            continue
+        right = int(here["right"].sum())
+        rows.append(
+            [
+                f"{low:.0%} to {min(high, 1.0):.0%}",
+                str(here.height),
+                _percent(here.select(pl.col("confidence").mean()).item()),
+                _percent(share(right, here.height)),
+                " to ".join(f"{bound:.0%}" for bound in wilson(right, here.height)),
+            ]
+        )
+    columns = ["stated confidence", "claims", "stated on average", "right", "right, 95 % interval"]
+    note = "How often what is said to be broken is, and names no healthy part, beside how sure the answer says it is."
+    return Table(f"How sure {method} may be", note, columns, rows)
+
+
+def wilson(right: int, of: int) -> tuple[float, float]:
+    """The 95 % interval of a share of which `right` of so many were seen (E. B. Wilson, 1927)."""
+    z2 = 1.96**2
+    middle = (right + z2 / 2) / (of + z2)
+    half = (z2 * (right * (of - right) / of + z2 / 4)) ** 0.5 / (of + z2)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _shares(
