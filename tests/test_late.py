@@ -135,6 +135,9 @@ def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: i
         pl.col("rank").cast(pl.Int32),
         op_bytes=pl.lit(None, pl.UInt64),
         nccl_seq=pl.lit(None, pl.UInt64),
+        peer_rank=pl.lit(None, pl.Int32),
+        direction=pl.lit("tx"),
+        expected_bytes=pl.lit(None, pl.Int64),
     )
     apart = align(frame).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
     assert apart["call_ns"].max() == 80_000
