@@ -18,8 +18,6 @@ WIDE_BINS_NS = 5_000_000
 # be seen so often: often, or less often but clearly. Where ranks wait for each other in pairs lateness spreads.
 ENOUGH = ((0.03, 3.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
 OVER_NEXT_IN_PAIRS = 5.0
-# Two machines as late as each other, beside all others, of at least so many: one of them waits for the other.
-MIN_MACHINES = 4
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of an operator's ranks, the share that may look as if they had ended before the late one came.
