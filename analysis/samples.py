@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pulse_bpf.analysis.pairing import FOREVER, QP
-from pulse_bpf.analysis.ports import Ports
+from pulse_bpf.analysis.ports import NARROWER, Ports
 from pulse_bpf.schema import I64, SAMPLES, STR, U8, U32, U64, conform, flow_id
 
 PORT = ["node", "nic", "port", "direction"]
@@ -163,8 +163,12 @@ class Samples:
         """What ports say of the time in which their queue pairs moved what; None where they say nothing."""
         if self._port_samples is None or self._port_samples.is_empty():
             return None
-        parts = [rows for part in self._parts for rows in self._rows(part)]
-        rows = pl.concat([pl.DataFrame(schema=BATCH), *parts])
+        # Only bins much wider than the ports' are spread, of which there are few: narrow ones are not read for this.
+        wide_ns = NARROWER * int(self._port_samples["bin_ns"].min() or 1)  # type: ignore[arg-type]
+        parts = [part for part in self._parts if part.constants.get("bin_ns", wide_ns) >= wide_ns]
+        if not parts:
+            return None
+        rows = pl.concat([pl.DataFrame(schema=BATCH), *(rows for part in parts for rows in self._rows(part))])
         where = self._lives.select("flow", "node", "nic", "port")
         return Ports(self._port_samples, rows.join(where, on="flow"))
 
@@ -259,7 +263,6 @@ class Samples:
 
     def _by_rows(self, path: Path | None, rows: pl.DataFrame) -> _Part:
         complete = self._complete(path, rows)
-        sources = complete["source"].unique()
         times = complete.select(first=pl.col("t_ns").min(), last=pl.col("t_ns").max()).fill_null(0)
         return _Part(
             path,
@@ -267,7 +270,7 @@ class Samples:
             tuple(complete["node"].unique().sort()),
             times["first"][0],
             times["last"][0],
-            {"source": sources[0]} if len(sources) == 1 else {},
+            {name: complete[name][0] for name in ("source", "bin_ns") if complete[name].n_unique() == 1},
             plain=False,
         )
 
