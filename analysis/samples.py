@@ -106,9 +106,11 @@ class Samples:
         """The nodes that have samples."""
         return sorted({node for part in self._parts for node in part.nodes})
 
-    def whole(self) -> pl.DataFrame:
-        """All rows, of all sources, in memory."""
-        return pl.concat([pl.DataFrame(schema=SAMPLES), *map(self._whole, self._parts)])
+    def whole(self, *columns: str, where: pl.Expr | bool = True) -> pl.DataFrame:
+        """All rows of all sources in memory, or those `where` something is; all columns, or those named."""
+        kept = columns or SAMPLES.names()
+        nothing = pl.DataFrame(schema=SAMPLES).select(kept)
+        return pl.concat([nothing, *(self._whole(part).filter(where).select(kept) for part in self._parts)])
 
     @cached_property
     def sources(self) -> pl.DataFrame:

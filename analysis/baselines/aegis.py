@@ -19,6 +19,7 @@ import polars as pl
 
 from pulse_bpf.analysis.baselines.calls import (
     PROCESS,
+    SENT,
     accuse,
     accuse_group,
     collectives,
@@ -103,7 +104,11 @@ def _communicating(
     columns = [name for name in PORT_SAMPLES if name != "packets"]
     share = pl.col("bytes").cum_sum().over(port) / pl.col("bytes").sum().over(port)
     rates = (
-        sent(pl.concat([recording["port_samples"].select(columns), recording["samples"].select(columns)]))
+        sent(
+            pl.concat(
+                [recording["port_samples"].select(columns), recording.samples.whole(*columns, where=SENT)]
+            )
+        )
         .group_by(*port, "t_ns", "bin_ns")
         .agg(pl.col("bytes").sum().cast(pl.Float64))
         .with_columns(gbps=pl.col("bytes") * 8 / pl.col("bin_ns"))

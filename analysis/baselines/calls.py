@@ -105,10 +105,14 @@ def stopped(calls: pl.LazyFrame | None, recording: Recording) -> pl.LazyFrame:
     return rows.filter(pl.col("end_ns").is_null()).join(silence, how="cross").filter("silent").drop("silent")
 
 
+# Of rows of samples, those that say what was sent.
+SENT = (pl.col("direction") == "tx") & (pl.col("bytes") > 0)
+
+
 def sent(samples: pl.DataFrame) -> pl.LazyFrame:
     """Those of `samples` that say what a port sent, from the source with the narrowest bins."""
     port = ["node", "nic", "port"]
-    rows = samples.lazy().filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
+    rows = samples.lazy().filter(SENT)
     # The usual recording has one source, and there is nothing to choose.
     if rows.select("source", "bin_ns").unique().collect().height <= 1:
         return rows

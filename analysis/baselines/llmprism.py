@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis.baselines.calls import accuse, sent, verdict
+from pulse_bpf.analysis.baselines.calls import SENT, accuse, sent, verdict
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import QP
@@ -31,7 +31,8 @@ SRC, DST = ["node", "nic"], ["peer_node", "peer_nic"]
 
 
 def locate(calls: pl.LazyFrame | None, recording: Recording) -> dict[str, Any]:
-    records = flow_records(sent(recording["samples"])).join(peers(recording), on=QP, how="left")
+    samples = recording.samples.whole(*QP, "source", "direction", "t_ns", "bin_ns", "bytes", where=SENT)
+    records = flow_records(sent(samples)).join(peers(recording), on=QP, how="left")
     window_ns = records.select(pl.col("start_ns").min(), pl.col("end_ns").max()).collect().row(0)
     window_ns = (int(window_ns[0] or 0), int(window_ns[1] or 0))
     low = slow(records).collect()

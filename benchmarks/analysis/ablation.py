@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 import polars as pl
 
-from pulse_bpf.analysis import measure
+from pulse_bpf.analysis import causes, measure
 from pulse_bpf.analysis.load import load
 from pulse_bpf.analysis.stops import Stop
 from pulse_bpf.lab.evaluate import in_processes
@@ -32,6 +32,8 @@ from pulse_bpf.lab.scoring import LOCATED, Json, faults_of, score
 
 # Not the function of that name, by which the package hides its module.
 LOCALIZE = import_module("pulse_bpf.analysis.localize")
+# Where detectors are called from.
+CALLERS = (LOCALIZE, causes)
 
 Tables = dict[str, pl.DataFrame]
 Rows = tuple[pl.DataFrame, Tables]
@@ -63,6 +65,8 @@ TABLES = ("port_counters", "events", "channels", "processes")
 SILENT: dict[str, Any] = {"find_stops": Stop([], []), "find_slow": ([], [], 0)}
 # Not needed to name a culprit.
 JOB = {"find_groups": [], "find_iteration": None}
+# What only asks the others.
+ASKS = "find_causes"
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,8 @@ def variants() -> dict[str, tuple[Callable[[pl.DataFrame, Tables], Rows], str | 
     made |= {name: (partial(_without_columns, columns), None) for name, columns in METRICS.items()}
     made["what is received"] = (_sent_only, None)
     made |= {f"table {name}": (partial(_without_table, name), None) for name in TABLES}
-    detectors = [name for name in vars(LOCALIZE) if name.startswith("find_") and name not in JOB]
+    called = dict.fromkeys(name for caller in CALLERS for name in vars(caller))
+    detectors = [name for name in called if name.startswith("find_") and name not in (*JOB, ASKS)]
     made |= {f"step {name.removeprefix('find_')}": (_as_it_is, name) for name in detectors}
     return made
 
@@ -124,8 +129,9 @@ def _counts(given: Episode, change: Callable[..., Rows], detector: str | None) -
     silent = JOB if detector is None else {**JOB, detector: SILENT.get(detector, [])}
     try:
         with ExitStack() as stack:
-            for name, nothing in silent.items():
-                stack.enter_context(patch.object(LOCALIZE, name, _returns(nothing)))
+            for caller in CALLERS:
+                for name in silent.keys() & vars(caller).keys():
+                    stack.enter_context(patch.object(caller, name, _returns(silent[name])))
             findings = LOCALIZE.localize(operators, given.flows, tables, []).to_dict()
     except Exception:
         # A detector that cannot do without has found nothing.
