@@ -36,6 +36,8 @@ def find_refused(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> l
         )
         .sort("packet_seq_err", "node", "nic", descending=[True, False, False])
     )
+    if ports.is_empty():
+        return []
     worst = ports.row(0, named=True)
     refused = int(worst["packet_seq_err"] or 0)
     second = int(ports["packet_seq_err"][1] or 0) if ports.height > 1 else 0

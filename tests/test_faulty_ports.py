@@ -155,3 +155,9 @@ def test_lost_packets_name_who_sent_them(
 
 def test_without_counts_of_refusals_nothing_is_said() -> None:
     assert find_refused(with_columns(rings({})), {"port_counters": pl.DataFrame(schema=PORT_COUNTERS)}) == []
+
+
+def test_counters_that_were_read_once_say_nothing() -> None:
+    """A port's total so far may be years old: only what is added while watched counts."""
+    read = counters({"b": 500}, {"c": 500})["port_counters"].filter(pl.col("t_ns") == 0)
+    assert find_refused(with_columns(rings({})), {"port_counters": read}) == []
