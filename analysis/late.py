@@ -50,10 +50,10 @@ def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame |
         return []
     compared = excesses(ranks)
     costs, machines = _costs(compared)
-    suspects = _stands_out(machines, costs, window_ns)
-    if not suspects:
+    suspect = _stands_out(machines, costs, window_ns)
+    if suspect is None:
         return []
-    worst = costs.filter(pl.col("node") == suspects[0]).row(0, named=True)
+    worst = costs.filter(pl.col("node") == suspect).row(0, named=True)
     finding = _finding(worst, costs, machines, compared, window_ns)
     return [finding if finding.rank is None else _of_gpu(finding, worst, comms, channels)]
 
@@ -275,25 +275,19 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     return costs, machines
 
 
-def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> list[str]:
-    """The machine that is late by far the most, or two; [] when lateness is rare, small or spread."""
+def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> str | None:
+    """The machine that is late by far the most; None when lateness is rare, small or spread."""
     if machines.is_empty() or costs["cost_ns"][0] > 1.05 * window_ns:
-        return []
-    pairs = bool(machines["pairs"][0])
-    cost, times = machines["cost_ns"].to_list(), machines["times"].to_list()
-
-    def clear(first: int, following: int) -> bool:
-        after = cost[following] if len(cost) > following else 0.0
-        return any(
-            cost[first] >= share * window_ns
-            and cost[first] >= max(over, OVER_NEXT_IN_PAIRS if pairs else 0.0) * after
-            and times[first] >= least
-            for share, over, least in ENOUGH
-        )
-
-    if clear(0, 1):
-        return machines["node"].to_list()[:1]
-    return []
+        return None
+    node, cost_ns, times, pairs = machines.select("node", "cost_ns", "times", "pairs").row(0)
+    second_ns = machines["cost_ns"][1] if machines.height > 1 else 0
+    clear = any(
+        cost_ns >= share * window_ns
+        and cost_ns >= max(over, OVER_NEXT_IN_PAIRS if pairs else 0.0) * second_ns
+        and times >= least
+        for share, over, least in ENOUGH
+    )
+    return str(node) if clear else None
 
 
 def _finding(
