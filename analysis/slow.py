@@ -26,6 +26,8 @@ LEAST_PART = 0.02
 SMOOTHED, MIN_OPERATORS = 5, 5
 # Of an operator's time, what the flow that holds it up is busy for at least.
 MIN_BUSY = 0.6
+# Of how busy it is, how busy the others may be at most.
+BUSIER = 0.97
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
 OPERATOR = ["comm_id", "kind", "step"]
@@ -61,6 +63,9 @@ def find_slow(
         if busy is not None and busy < MIN_BUSY and cause.what != "node":
             # What is slow holds all up, and is never idle meanwhile.
             why.append(f"a slow flow from {own['src_node'][0]} was idle for much of the time")
+        elif busy is not None and _as_busy(cells, own, _side(bad, cause)) > BUSIER * busy:
+            # Those that wait for it are idle meanwhile.
+            why.append(f"a slow flow from {own['src_node'][0]} was no busier than others of its operators")
         elif cause.what == "link" and marks is not None and not (unmarked and own["at_src"].any()):
             why.append(f"a flow from {own['src_node'][0]} is slow, and neither its sender nor the network is")
         elif cause.what == "node" or (unmarked and cause.what == "ingress"):
@@ -383,6 +388,12 @@ def _network(cells: pl.DataFrame, bad: pl.DataFrame, flows: pl.DataFrame) -> Fin
         flows=named,
         next_check="the switches' counters of marked packets on the uplinks of these paths",
     )
+
+
+def _as_busy(cells: pl.DataFrame, own: pl.DataFrame, way: str) -> float:
+    """How busy flows that are not slow are in the operators of those that are; 0 where there are none."""
+    others = cells.filter(pl.col("weight") == 0).join(own, on=OPERATOR, how="semi", nulls_equal=True)
+    return _busy(others, way) or 0.0
 
 
 def _busy(cells: pl.DataFrame, way: str) -> float | None:
