@@ -10,6 +10,7 @@ import polars as pl
 from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.hosts import find_hosts
+from pulse_bpf.analysis.inside import find_inside
 from pulse_bpf.analysis.late import find_late, lags
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
@@ -86,6 +87,9 @@ def _causes(
     if late and (late[0].cause == "host" or int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns):
         slow, unexplained = [], []
     found = slow if slow or unexplained else late
+    if not found and (inside := find_inside(aligned)):
+        # What flows in fits and starts through a machine that is slow inside seems slow now and then.
+        return inside, []
     if not found and not unexplained and one_clock:
         found = find_stalls(aligned)
     return found, unexplained

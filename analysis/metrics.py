@@ -14,6 +14,7 @@ from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.stream import Segments
 from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U64
 
+CREDITS = ("credits_before", "credits_during", "credit_mean_ns")
 # What localization needs beyond the recording format; see `measure`.
 _FURTHER: dict[str, pl.DataType | type[pl.DataType]] = {
     "level": STR,
@@ -25,6 +26,10 @@ _FURTHER: dict[str, pl.DataType | type[pl.DataType]] = {
     "covered": BOOL,
     "paced": BOOL,
     "reason": STR,
+    "byte_mean_ns": I64,
+    "credits_before": I64,
+    "credits_during": I64,
+    "credit_mean_ns": I64,
 }
 OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 
@@ -44,7 +49,10 @@ def measure(
     (`reason`). All bytes of the samples are in exactly one row of level flow, traffic or unattributed.
     `burst_gbps` is the upper quartile of the rates over windows of equal volume; `last_byte_ns` is known also
     where end_ns is null; `covered`: whether the node's traffic was being watched at the call; `op_bytes`,
-    `nccl_seq`, `nranks` are those of the call; `paced` as boundaries.learn says.
+    `nccl_seq`, `nranks` are those of the call; `paced` as boundaries.learn says. `byte_mean_ns` is when its bytes moved
+    on average; of what is sent, `credits_before` and `credits_during` it are clear-to-sends that came in since the
+    operator before and from its first byte to its last, `credit_mean_ns` when the latter did on average: null
+    where none did, as with sources that do not tell.
     """
     operators = _with_coverage(operators, covered).drop("root")
     of_flow = (
@@ -153,5 +161,6 @@ def _timed(own: pl.DataFrame) -> pl.DataFrame:
             gap_receiver_ns=pl.lit(0, I64),
             gap_network_ns=pl.lit(0, I64),
             confidence=pl.when(pl.col("paced").fill_null(False)).then(1.0).otherwise(0.7),
+            **{name: pl.when(pl.col("credits_during") > 0).then(name) for name in CREDITS},
         )
     )

@@ -34,6 +34,10 @@ WHOLE = (
     "first_stall_ns",
     "first_stall_len_ns",
     "first_stall_bytes",
+    "byte_mean_ns",
+    "credits_before",
+    "credits_during",
+    "credit_mean_ns",
 )
 REAL = ("active_gbps", "peak_gbps", "max_gbps", "p95_gbps", "wmed_gbps", "bin_cv", "burst_gbps")
 
@@ -42,7 +46,8 @@ REAL = ("active_gbps", "peak_gbps", "max_gbps", "p95_gbps", "wmed_gbps", "bin_cv
 def shape(
     t_ns: Longs, net: Longs, bin_ns: int, window_bytes: float, whole: Longs, real: Floats, scratch: Longs
 ) -> None:
-    """Fills the columns WHOLE, but for the first four, and REAL of bins that begin at `t_ns` with `net` > 0 bytes.
+    """Fills the columns WHOLE, but for the first four and credits, and REAL of bins that begin at `t_ns` with `net` > 0
+    bytes.
 
     Times are 1.0-based on nothing but the bins: `active_ns` counts bins of at least ACTIVE_SHARE of the 95th
     percentile, silences are whole bins without a byte. `bin_cv` is of the interior, as the first and last bin are cut
@@ -54,11 +59,12 @@ def shape(
     if count == 0:
         return
     gbps = 8.0 / bin_ns
-    most, second, volume, inner, squares = 0, 0, 0, 0.0, 0.0
+    most, second, volume, inner, squares, moment = 0, 0, 0, 0.0, 0.0, 0.0
     for row in range(count):
         size = net[row]
         scratch[row] = size
         volume += size
+        moment += float(size) * float(t_ns[row] - t_ns[0])
         if size > most:
             most, second = size, most
         elif size > second:
@@ -89,6 +95,7 @@ def shape(
             active_bytes += net[row]
     whole[4], whole[5] = t_ns[0], t_ns[count - 1] + bin_ns
     whole[6], whole[7], whole[9], whole[10] = active * bin_ns, gaps, stalls, stalled
+    whole[14] = t_ns[0] + np.int64(moment / max(volume, 1))
     real[0] = active_bytes * gbps / active
     real[1] = (second if second else most) * gbps
     real[2], real[3] = most * gbps, high * gbps

@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis import boundaries, curves, pool, walk
+from pulse_bpf.analysis import boundaries, curves, grants, pool, walk
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.pool import Found
 from pulse_bpf.analysis.samples import PORT, Batch
@@ -89,6 +89,10 @@ class Cutter:
         lossy = self._groups.join(covered.filter("lossy"), on=PORT, how="semi")["group"]
         self._rules.lossy[lossy.to_numpy()] = True
         self._pool = pool.no_pool()
+        self._grants = grants.no_grants(count)
+        # The end of each group's last operator, and the group of each call.
+        self._since_ns = np.full(count, NOTHING)
+        self._group_of_call = np.zeros(0, np.int64)
         # What calls and sums are numbered by.
         self._of_call = [pl.DataFrame(schema=CALLS)]
         self._of_sum = [pl.DataFrame(schema=SUMS)]
@@ -119,6 +123,10 @@ class Cutter:
             sent,
             retx,
             ctl,
+        )
+        done = self._rules.learned & (self._state.op >= self._calls.end)
+        self._grants = grants.granted(
+            self._grants, self._begun & ~done, self._group_of, streams, begin, t_ns, ctl
         )
         self._advance(until_ns, final=False)
 
@@ -184,6 +192,9 @@ class Cutter:
             self._curves, self._calls, self._rules, self._state, self._pool, until_ns, final
         )
         self._curves = curves.left(self._curves, needed)
+        self._grants = grants.used(
+            self._grants, self._since_ns, self._group_of_call[found.number], found.whole
+        )
         self._found.append(found)
         sums = self._calls.sum_of[found.number]
         np.subtract.at(self._waiting, sums[sums >= 0], 1)
@@ -254,6 +265,7 @@ class Cutter:
             np.r_[self._calls.seen, expected],
             self._calls.settled,
         )
+        self._group_of_call = np.r_[self._group_of_call, owner].astype(np.int64)
         self._of_call.append(
             calls.select("group", "op").with_columns(
                 expected_bytes=expected, paced=rules.paced[owner], bin_ns=rules.bin_ns[owner]

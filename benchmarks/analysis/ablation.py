@@ -56,6 +56,7 @@ METRICS = {
         ),
         *("first_gap_ns", "gap_unknown_ns"),
     ],
+    "clear-to-sends (credit columns)": ["credits_before", "credits_during", "credit_mean_ns"],
     "repeated bytes (retx_bytes)": ["retx_bytes"],
     "NCCL's own numbers (nccl_seq)": ["nccl_seq"],
     "call times (call_ns)": ["call_ns"],

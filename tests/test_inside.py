@@ -1,0 +1,116 @@
+"""Who holds up a ring from inside, by the clear-to-sends that came for each operator."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+
+from pulse_bpf.analysis import metrics
+from pulse_bpf.analysis.grants import BEFORE, DURING, LAST, MEAN, START, Grants, granted, no_grants, used
+from pulse_bpf.analysis.inside import find_inside
+from pulse_bpf.analysis.shape import NOTHING, WHOLE
+
+NODES, NICS = ("a", "b", "c", "d"), ("mlx5_0", "mlx5_1")
+US, MS = 1_000, 1_000_000
+STEP = pl.Schema({**metrics.OPERATORS, "step": pl.Int64})
+MESSAGES, SPAN_NS, OPERATORS = 120, 4 * MS, 10
+HEALTHY = -24.0
+
+
+def ring(
+    held: dict[tuple[str, str], float], nodes: tuple[str, ...] = NODES, every_ns: int = 10 * MS
+) -> pl.DataFrame:
+    """An operator `every_ns` in a ring of each NIC; on average so many messages more than at its start may be sent.
+
+    `held` by sending node and NIC; HEALTHY where it says nothing.
+    """
+    rows = []
+    for step in range(OPERATORS):
+        for nic in NICS:
+            for rank, node in enumerate(nodes):
+                start_ns = step * every_ns
+                middle_ns = start_ns + SPAN_NS // 2
+                ahead_ns = held.get((node, nic), HEALTHY) * SPAN_NS / MESSAGES
+                row = {"node": node, "nic": nic, "pid": rank, "level": "flow", "direction": "tx"}
+                row |= {"peer_node": nodes[(rank + 1) % len(nodes)], "peer_nic": nic, "comm_id": "00-4"}
+                row |= {"kind": "AllReduce", "op_bytes": 10**8, "bytes": 10**8, "op_seq": step, "step": step}
+                row |= {"start_ns": start_ns, "last_byte_ns": start_ns + SPAN_NS, "bin_ns": 32 * US}
+                row |= {"end_ns": start_ns + SPAN_NS, "byte_mean_ns": middle_ns}
+                row |= {"credits_before": 0, "credits_during": MESSAGES}
+                rows.append(row | {"credit_mean_ns": round(middle_ns - ahead_ns)})
+    frame = pl.DataFrame(rows, schema_overrides={name: STEP[name] for name in rows[0]})
+    return pl.concat([pl.DataFrame(schema=STEP), frame], how="diagonal")
+
+
+def both(node: str, value: float) -> dict[tuple[str, str], float]:
+    return {(node, nic): value for nic in NICS}
+
+
+# c is slow inside: b, which sends to it, may send little, and c, which has little, could send much.
+SLOW = both("b", -34.0) | both("c", -22.0) | both("d", -23.0)
+
+
+def test_a_machine_that_is_slow_inside_is_between_one_that_may_not_send_and_one_that_could() -> None:
+    found = find_inside(ring(SLOW))
+    assert [(item.scope, item.node, item.kind) for item in found] == [("node", "c", "intra-node-slow")]
+    assert found[0].victims == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ({}, "all alike"),
+        (both("b", -27.0), "a little"),
+        ({("b", "mlx5_0"): -34.0, ("c", "mlx5_0"): -22.0}, "one NIC of several: a port"),
+        (both("b", -34.0) | both("d", -32.0), "two machines"),
+    ],
+)
+def test_others_are_not(held: dict[tuple[str, str], float], why: str) -> None:
+    assert find_inside(ring(held)) == [], why
+
+
+def test_operators_that_follow_each_other_at_once_say_nothing() -> None:
+    """What was granted for the operator before may be used for the next one."""
+    assert find_inside(ring(SLOW, every_ns=SPAN_NS + 50 * US)) == []
+
+
+def test_of_two_machines_either_is_before_and_after_the_other() -> None:
+    assert find_inside(ring(both("a", -34.0), nodes=("a", "b"))) == []
+
+
+def test_a_source_that_does_not_tell_clear_to_sends_says_nothing() -> None:
+    blind = ring(SLOW).with_columns(pl.lit(None, pl.Int64).alias(name) for name in metrics.CREDITS)
+    assert find_inside(blind) == []
+
+
+def test_clear_to_sends_are_counted_for_the_operator_they_came_before_or_in() -> None:
+    # One flow: stream 0 is what it receives, 1 what it sends, which is group 0; nothing else has a group.
+    group_of = np.array([-1, 0])
+    t_ns = np.array([5, 10, 12, 20, 30, 31, 40, 55], np.int64)
+    ctl = np.array([1, 2, 0, 1, 1, 1, 3, 7], np.uint32)
+    whole = np.full((2, len(WHOLE)), NOTHING)
+    whole[:, START], whole[:, LAST] = [10, 35], [25, 50]
+    wanted, since_ns = np.array([True]), np.array([NOTHING])
+    held = no_grants(1)
+    for first, last in ((0, 3), (3, 8)):
+        rows = slice(first, last)
+        held = granted(
+            held, wanted, group_of, np.array([0]), np.array([0, last - first]), t_ns[rows], ctl[rows]
+        )
+    left = used(held, since_ns, np.array([0, 0]), whole)
+    # What came before the first operator is not known to be its own.
+    assert whole[:, BEFORE].tolist() == [NOTHING, 2]
+    assert whole[:, DURING].tolist() == [3, 3]
+    assert whole[:, MEAN].tolist() == [10 + 10 // 3, 40]
+    assert left.t_ns.tolist() == [55]
+    assert since_ns.tolist() == [50]
+
+
+def test_clear_to_sends_of_groups_that_are_not_wanted_are_not_held() -> None:
+    held = Grants(np.array([0, 2]), np.array([1, 2]), np.array([1, 1]))
+    none = np.zeros(0, np.int64)
+    after = granted(
+        held, np.array([False]), np.array([-1, 0]), none, np.zeros(1, np.int64), none, none.astype(np.uint32)
+    )
+    assert after.t_ns.tolist() == []
