@@ -325,7 +325,7 @@ def _root(
     def name(process: Process) -> str:
         mine = ranks.filter(pl.col("node") == process[0], pl.col("pid") == process[1]).sort("comm_id")
         if mine.is_empty():
-            return f"rank {process[1]} ({process[0]})"
+            return f"rank {process[1]}, of which nothing was recorded,"
         return f"process {process[1]} of {process[0]} (rank {mine['rank'][0]})"
 
     evidence = []

@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pulse_bpf.analysis import analyze
+from pulse_bpf.analysis import analyze, stuck
 from pulse_bpf.analysis.gradient import is_ring, lowest
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.mismatch import find_mismatch
@@ -279,6 +279,13 @@ def test_a_rank_that_was_not_recorded_may_be_the_one() -> None:
         made, pending("Group", {"rank": 0, "sent": 0.1, "edges": [("tx", 7, 0.1, 1.0)]}), {0: A}, 0.002, "?"
     )
     assert made.held == {(A, ("?", 7))}
+
+
+def test_a_rank_of_which_nothing_was_recorded_may_be_held_by_the_one_that_stopped() -> None:
+    """What an agent that is missing would have shown is known from its peers alone."""
+    recorded = pl.DataFrame({"node": ["a"], "pid": [1], "rank": [0], "comm_id": ["00-2"]})
+    root = stuck._root(recorded, waits([((stuck.UNRECORDED, 1), ("a", 1))], []), [], [("a", 1)], ["a"])
+    assert root.evidence[0].text.startswith("rank 1, of which nothing was recorded, and 0 others are held in")
 
 
 def calls(**kinds: str) -> pl.DataFrame:
