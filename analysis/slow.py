@@ -60,7 +60,7 @@ def find_slow(
         own = bad.filter(touched(cause))
         busy = _busy(own.filter(pl.col("at_src") | pl.col("at_dst")), _side(bad, cause))
         unmarked = _unmarked(own, marks)
-        if busy is not None and busy < MIN_BUSY and cause.what != "node":
+        if busy is not None and busy < MIN_BUSY:
             # What is slow holds all up, and is never idle meanwhile.
             why.append(f"a slow flow from {own['src_node'][0]} was idle for much of the time")
         elif busy is not None and _as_busy(cells, own, _side(bad, cause)) > BUSIER * busy:
