@@ -21,6 +21,8 @@ from pulse_bpf.analysis.stalls import find_stalls
 
 # Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
 MUCH_UNSEEN = 0.3
+# So many machines are at fault at once, and no more.
+MOST_FAULTS = 2
 # Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
 WAITED = 0.7
 
@@ -77,7 +79,9 @@ def _causes(
         # Around slow flows others come late, those of a ring or of few pairs clearly less than what causes it: beside
         # a port with a ceiling, another machine's own lateness stands; of a path's flows, both ends may look late.
         places = {place for item in capped for place in (item.node, *(item.nodes or ()))}
-        return [*capped, *network, *(item for item in late if not network and item.node not in places)], []
+        if network or len(places) >= MOST_FAULTS:
+            late = []
+        return [*capped, *network, *(item for item in late if item.node not in places)], []
     if pressed(asked):
         # Whom the network slows down makes others late, and which rank is late by itself is not known.
         late = [item if item.cause == "host" else replace(item, confidence=0.4) for item in late]
