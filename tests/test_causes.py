@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import polars as pl
 import pytest
 
-from pulse_bpf.analysis import metrics
+from pulse_bpf.analysis import causes, metrics
 from pulse_bpf.analysis.attribute import FLOWS
+from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.stalls import find_stalls
-from pulse_bpf.schema import EVENTS
+from pulse_bpf.schema import EVENTS, empty
 
 NODES = ("a", "b", "c", "d")
 US, MS = 1_000, 1_000_000
@@ -197,3 +200,23 @@ def test_silence_that_begins_at_one_flow_names_its_two_ends() -> None:
     anywhere = (pl.col("step") * 7 + pl.col("node").rank("dense").cast(pl.Int64) * 5) % 4
     assert find_stalls(ring(gap_unknown_ns=pl.lit(MS), first_gap_ns=pl.col("start_ns") + anywhere * US)) == []
     assert find_stalls(ring()) == []
+
+
+def _finding(kind: str, cause: Any, node: str) -> Finding:
+    return Finding(kind, cause, "node", 0.9, 2.0, 0, 1, [], node=node, lost_ns=10)
+
+
+@pytest.mark.parametrize(("ports", "late"), [(["a"], ["c"]), (["a", "b"], [])])
+def test_who_is_late_beside_two_slow_ports_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, ports: list[str], late: list[str]
+) -> None:
+    for name in ("find_hosts", "find_loss", "find_marked", "find_refused", "lags"):
+        monkeypatch.setattr(causes, name, lambda *given: [])
+    capped = [_finding("nic-slow", "nic", node) for node in ports]
+    monkeypatch.setattr(causes, "find_capped", lambda *given: capped)
+    monkeypatch.setattr(causes, "find_late", lambda *given: [_finding("gpu-slow", "compute", "c")])
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms")}
+    rows = pl.DataFrame(schema=metrics.OPERATORS)
+    found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    assert [item.node for item in found] == ports + late
+    assert why == []
