@@ -415,3 +415,19 @@ def write(directory: Path, frames: dict[str, pl.DataFrame]) -> Path:
     manifest = {"format": "pulse-recording", "version": 1, "bin_ns": BIN_NS, "bytes_are": "payload"}
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory
+
+
+def followed(first: Job, second: Job) -> tuple[dict[str, pl.DataFrame], int]:
+    """The tables of both runs, one after the other, and by how many ns the second is later."""
+    shift = (first.ticks + 10) * BIN_NS
+    frames, later = tables(first), tables(second)
+    for table, columns in (
+        ("samples", ["t_ns"]),
+        ("ops", ["call_ns"]),
+        ("coverage", ["first_ns", "last_ns"]),
+    ):
+        moved = later[table].with_columns(pl.col(columns) + shift)
+        if table == "ops":
+            moved = moved.with_columns(pl.col("seq") + frames["ops"]["seq"].max() + 1, pl.col("group") + 1000)
+        frames[table] = pl.concat([frames[table], moved])
+    return frames, shift

@@ -100,17 +100,7 @@ def test_a_fault_that_begins_half_way_is_found_and_dated() -> None:
         recordings.run(steps=12, seed=1),
         recordings.run(steps=12, seed=1, fault=Fault("egress", 2, 1.0)),
     )
-    shift = (first.ticks + 10) * BIN_NS
-    frames, later = recordings.tables(first), recordings.tables(second)
-    for table, columns in (
-        ("samples", ["t_ns"]),
-        ("ops", ["call_ns"]),
-        ("coverage", ["first_ns", "last_ns"]),
-    ):
-        moved = later[table].with_columns(pl.col(columns) + shift)
-        if table == "ops":
-            moved = moved.with_columns(pl.col("seq") + frames["ops"]["seq"].max() + 1, pl.col("group") + 1000)
-        frames[table] = pl.concat([frames[table], moved])
+    frames, shift = recordings.followed(first, second)
     findings = verdict(frames)
     assert accused(findings) == [("nic", "node2", None)]
     begins = recordings.T0_NS + shift

@@ -32,17 +32,7 @@ def half_slow() -> tuple[Recording, pl.DataFrame, pl.DataFrame, int]:
     """A job in the second half of which a port is slow, and when that half begins."""
     first = recordings.run(steps=STEPS, seed=1)
     second = recordings.run(steps=STEPS, seed=1, fault=Fault("egress", 2, 1.0))
-    shift = (first.ticks + 10) * BIN_NS
-    frames, later = recordings.tables(first), recordings.tables(second)
-    for table, columns in (
-        ("samples", ["t_ns"]),
-        ("ops", ["call_ns"]),
-        ("coverage", ["first_ns", "last_ns"]),
-    ):
-        moved = later[table].with_columns(pl.col(columns) + shift)
-        if table == "ops":
-            moved = moved.with_columns(pl.col("seq") + frames["ops"]["seq"].max() + 1, pl.col("group") + 1000)
-        frames[table] = pl.concat([frames[table], moved])
+    frames, shift = recordings.followed(first, second)
     recording = Recording(frames)
     return recording, *analysis.measure(recording), T0_NS + shift
 
