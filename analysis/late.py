@@ -8,7 +8,9 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.gradient import is_ring
 from pulse_bpf.analysis.segment import PROCESS
+from pulse_bpf.analysis.twins import LEAST_BYTES, TWO_SIDED, with_twins
 
 # A lag counts when it exceeds the peers' by so many bins, by this much, and by this share of theirs.
 LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
@@ -28,12 +30,12 @@ OUTLASTS = 0.5
 WAITS = 0.5
 # Lags that no operator bears out, as a share of all, above which the operators were not told apart well enough.
 MAX_UNFOUNDED = 0.5
-# Smaller operators are a few packets among others', and when they were is hardly known.
-LEAST_BYTES = 65_536
-# Two-sided calls: who waits for whom depends on the place in the pipeline.
-TWO_SIDED = ("Send", "Recv")
 # Operators in which each pair of ranks exchanges on its own, and a rank is done when its own pairs are.
 IN_PAIRS = ("Group", "AlltoAll")
+# What is compared: the same work of several ranks.
+KEY = ["team", "place"]
+# Before all times.
+UNKNOWN = -1
 
 
 def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame | None) -> list[Finding]:
@@ -115,6 +117,7 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             .filter(pl.col("level") == "flow", pl.col("direction") == "tx")
             .sum()
             .alias("sent_bytes"),
+            pl.col("expected_bytes").sum(),
             pl.col("peer_rank").filter(pl.col("direction") == "tx").n_unique().alias("partners"),
         )
         .join(_heard(own), on=["comm_id", "rank", "step"], how="left")
@@ -133,16 +136,30 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             .then(pl.col("end_ns").max().over(*([] if one_clock else ["node"]), "comm_id", "step"))
             .otherwise("end_ns"),
         )
-        .with_columns(
-            before_ns=pl.col("end_ns").cum_max().shift().over(PROCESS),
-            same_ns=pl.col("end_ns").cum_max().shift().over(*PROCESS, "comm_id"),
-        )
+    )
+    # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones.
+    in_order = pl.col("end_ns").cum_min(reverse=True).over(*PROCESS, "comm_id")
+    ranks = ranks.with_columns(end_ns=pl.when(pl.col("end_ns").is_not_null()).then(in_order))
+    # When an operator between machines that moved nothing ended is not known; one inside a machine is its own doing.
+    ended = (
+        pl.when(pl.col("end_ns").is_not_null())
+        .then(pl.col("end_ns").cum_max().over(PROCESS))
+        .when(pl.col("node").n_unique().over("comm_id") > 1)
+        .then(UNKNOWN)
+    )
+    ranks = with_twins(ranks).with_columns(
+        before_ns=ended.forward_fill().shift().over(PROCESS),
+        same_ns=pl.col("end_ns").cum_max().shift().over(*PROCESS, "comm_id"),
+    )
+    ranks = ranks.with_columns(
+        before_ns=pl.when(pl.col("before_ns") != UNKNOWN).then("before_ns"),
+        tree=pl.col("comm_id").is_in(_trees(own)) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
     )
     since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
     overlaps = pl.col("before_ns") > pl.col("entry_ns") + pl.col("bin_ns")
     # Of an operator that overlaps with another communicator's on some ranks, what each waited for is not the same.
     other = overlaps & (pl.col("before_ns") > pl.col("same_ns"))
-    unlike = other.any().over("comm_id", "step") & ~other.all().over("comm_id", "step")
+    unlike = other.any().over(KEY) & ~other.all().over(KEY)
     return ranks.with_columns(
         ready_ns=pl.when(unlike).then(None).when(overlaps).then("same_ns").otherwise("before_ns")
     ).with_columns(
@@ -165,62 +182,69 @@ def _heard(own: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def _trees(own: pl.DataFrame) -> list[str]:
+    """The communicators whose collectives run over trees."""
+    flows = own.filter(
+        pl.col("level") == "flow", pl.col("bytes") > 0, ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS])
+    )
+    return [str(comm) for (comm,), members in flows.group_by("comm_id") if not is_ring(members)]
+
+
 def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     """Adds to operators of several ranks by how much each lag exceeds the usual one of its operator (excess_ns).
 
     `unfounded` where most others ended before it, which cannot be.
     """
-    key = ["comm_id", "step"]
     together = ranks.filter(
-        ~pl.col("kind").is_in(TWO_SIDED),
-        pl.col("step").is_not_null(),
+        pl.col("place").is_not_null(),
         pl.col("before_ns").is_not_null(),
         pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES,
         pl.col("bin_ns") < WIDE_BINS_NS,
-    ).filter(pl.len().over(key) > 1)
+    ).filter(pl.len().over(KEY) > 1)
     # Where only what is sent is seen, the end of an exchange in pairs is not; nor what a rank waits for that passes on
     # to one what it gets from another.
-    blind = (pl.col("kind") == "Group") & ~pl.col("receives").any().over(key)
+    blind = (pl.col("kind") == "Group") & ~pl.col("pipeline") & ~pl.col("receives").any().over(KEY)
     together = together.filter(~(blind & (pl.col("partners") < 2)))
-    seen = pl.col("receives").any().over(key) | ~pl.col("kind").is_in(IN_PAIRS)
+    # The replicas of a stage do not wait for each other.
+    seen = ~pl.col("pipeline") & (pl.col("receives").any().over(KEY) | ~pl.col("kind").is_in(IN_PAIRS))
     # Ranks that send through NICs of one name have the channels of a ring in common.
-    rail = [*key, "nic"]
+    rail = [*KEY, "nic"]
     last = pl.col("done_ns").sort(descending=True)
     ends = (
         # In a Group only its partners must wait for a rank.
         pl.when(pl.col("kind") == "Group")
         .then(
             pl.when(pl.col("partners") > 1)
-            .then(last.slice(2, 1).first().over(key))
-            .otherwise(last.slice(1, 1).first().over(key))
+            .then(last.slice(2, 1).first().over(KEY))
+            .otherwise(last.slice(1, 1).first().over(KEY))
         )
         .when(pl.len().over(rail) > 2)
         .then(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(rail))
-        .otherwise(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(key))
+        .otherwise(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(KEY))
     ) + 2 * pl.col("bin_ns")
     # Who comes late to a ring or a tree has less left to do: it ends with the others.
     outlasts = pl.col("done_ns") - pl.when(pl.len().over(rail) > 2).then(
         pl.col("done_ns").median().over(rail)
-    ).otherwise(pl.col("done_ns").median().over(key))
+    ).otherwise(pl.col("done_ns").median().over(KEY))
     alone = ~pl.col("kind").is_in(IN_PAIRS) & (outlasts > OUTLASTS * pl.col("excess_ns"))
     # Who has more to send may have had more to compute before, as with experts of unequal load.
-    load = pl.col("sent_bytes") / pl.col("sent_bytes").median().over(key)
+    load = pl.col("sent_bytes") / pl.col("sent_bytes").median().over(KEY)
     together = (
         together.with_columns(relative_ns=pl.col("lag_ns") / load)
         .with_columns(
             usual_ns=pl.when(pl.col("kind") == "Group", load > 0)
-            .then(pl.max_horizontal(_usual("lag_ns", key), load * _usual("relative_ns", key)))
-            .otherwise(_usual("lag_ns", key))
+            .then(pl.max_horizontal(_usual("lag_ns"), load * _usual("relative_ns")))
+            .otherwise(_usual("lag_ns"))
             .clip(0),
-            late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns", key).clip(0),
+            late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns").clip(0),
         )
         .with_columns(excess_ns=pl.col("lag_ns") - pl.col("usual_ns"))
     )
     # Nobody can send before the receiver has called.
     receivers = together.select(
-        *key, pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
+        *KEY, pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
     )
-    together = together.join(receivers.unique([*key, "peer_rank"]), on=[*key, "peer_rank"], how="left")
+    together = together.join(receivers.unique([*KEY, "peer_rank"]), on=[*KEY, "peer_rank"], how="left")
     waits = (pl.col("peer_late_ns") > WAITS * pl.col("excess_ns")) & (
         pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
     )
@@ -230,12 +254,12 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _usual(lag: str, key: list[str]) -> pl.Expr:
+def _usual(lag: str) -> pl.Expr:
     """The median over an operator's ranks; of two, the smaller."""
     return (
-        pl.when(pl.len().over(key) > 2)
-        .then(pl.col(lag).median().over(key))
-        .otherwise(pl.col(lag).min().over(key))
+        pl.when(pl.len().over(KEY) > 2)
+        .then(pl.col(lag).median().over(KEY))
+        .otherwise(pl.col(lag).min().over(KEY))
     )
 
 
@@ -249,6 +273,10 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     machine, whose cost in an operator is that of its latest process."""
     least = pl.max_horizontal(LATE_BINS * pl.col("bin_ns"), pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns"))
     late = compared.filter(pl.col("excess_ns") > least, ~pl.col("waits"))
+    # In a tree a rank waits for those below it, each machine in one tree of two: who is late by itself is in both.
+    members = compared.group_by("node", *KEY).agg(pl.len().alias("members"))
+    late = late.join(members, on=["node", *KEY])
+    late = late.filter(~pl.col("tree") | (pl.len().over("node", *KEY) == pl.col("members")))
     founded = late.filter(~pl.col("unfounded"))
     if float(founded["excess_ns"].sum()) < (1 - MAX_UNFOUNDED) * float(late["excess_ns"].sum()):
         founded = founded.clear()
@@ -265,11 +293,11 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         .sort("cost_ns", *PROCESS, descending=[True, False, False])
     )
     machines = (
-        founded.group_by("node", "comm_id", "step")
-        .agg(pl.col("excess_ns").max(), pl.col("kind").is_in(IN_PAIRS).any())
-        .group_by("node", "comm_id")
-        .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"), pairs=pl.col("kind").any())
-        .sort("cost_ns", "node", "comm_id", descending=[True, False, False])
+        founded.group_by("node", *KEY)
+        .agg(pl.col("excess_ns").max(), pairs=(pl.col("kind").is_in(IN_PAIRS) & ~pl.col("pipeline")).any())
+        .group_by("node", "team")
+        .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"), pl.col("pairs").any())
+        .sort("cost_ns", "node", "team", descending=[True, False, False])
         .unique("node", keep="first", maintain_order=True)
     )
     return costs, machines
