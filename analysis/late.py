@@ -7,6 +7,7 @@ from typing import Any
 
 import polars as pl
 
+from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.gradient import is_ring
 from pulse_bpf.analysis.segment import PROCESS
@@ -26,6 +27,8 @@ OVER_NEXT_RANK = 2.0
 EARLY_ENDS = 0.2
 # Of its excess, by how much the late rank may outlast the others: it should not at all.
 OUTLASTS = 0.5
+# Of the lags of a rank before equal exchanges, up to which quantile they are natural.
+NATURAL = 0.75
 # Of its excess, what its receiver's call must be late for the rank to have waited for that.
 WAITS = 0.5
 # Lags that no operator bears out, as a share of all, above which the operators were not told apart well enough.
@@ -94,7 +97,7 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         pl.col("level").is_in(["flow", "call"]),
         pl.col("program_pos").is_not_null(),
         pl.col("pid").is_not_null(),
-    )
+    ).with_columns(**_trimmed())
     ranks = (
         own.group_by(*PROCESS, "program_pos")
         .agg(
@@ -155,13 +158,18 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         before_ns=pl.when(pl.col("before_ns") != UNKNOWN).then("before_ns"),
         tree=pl.col("comm_id").is_in(_trees(own)) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
     )
+    ranks = ranks.join(_latest_end(ranks), on=[*PROCESS, "program_pos"], how="left")
     since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
     overlaps = pl.col("before_ns") > pl.col("entry_ns") + pl.col("bin_ns")
     # Of an operator that overlaps with another communicator's on some ranks, what each waited for is not the same.
     other = overlaps & (pl.col("before_ns") > pl.col("same_ns"))
     unlike = other.any().over(KEY) & ~other.all().over(KEY)
     return ranks.with_columns(
-        ready_ns=pl.when(unlike).then(None).when(overlaps).then("same_ns").otherwise("before_ns")
+        ready_ns=pl.when(unlike)
+        .then(None)
+        .when(overlaps)
+        .then(pl.max_horizontal("same_ns", "latest_ns"))
+        .otherwise("before_ns")
     ).with_columns(
         lag_ns=pl.col("entry_ns") - pl.col("ready_ns"),
         # On one clock whoever ended before another came did not wait for it; else, or where a rank is done when its own
@@ -169,6 +177,40 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         came_ns=pl.col("entry_ns") - since_ns,
         done_ns=pl.col("own_end_ns") - since_ns,
         call_lag_ns=pl.col("call_ns") - pl.col("before_ns"),
+    )
+
+
+def _trimmed() -> dict[str, pl.Expr]:
+    """When a flow begins and ends, without what is before its first long silence, or after it, if that is hardly
+    anything: some sources take control data for payload, and cuts between operators are not exact to the byte."""
+    before, some = pl.col("first_stall_bytes"), VOLUME_TOLERANCE * pl.col("bytes")
+    return {
+        "start_ns": pl.when(before <= some)
+        .then(pl.col("first_stall_ns") + pl.col("first_stall_len_ns"))
+        .otherwise("start_ns"),
+        "last_byte_ns": pl.when(before >= pl.col("bytes") - some)
+        .then("first_stall_ns")
+        .otherwise("last_byte_ns"),
+    }
+
+
+def _latest_end(ranks: pl.DataFrame) -> pl.DataFrame:
+    """By operator of a process: when the last of its others ended before its first byte (latest_ns)."""
+    ends = ranks.drop_nulls("end_ns").select(*PROCESS, latest_ns="end_ns").sort("latest_ns")
+    came = ranks.drop_nulls("entry_ns").select(
+        *PROCESS, "program_pos", come_ns=pl.col("entry_ns") + pl.col("bin_ns")
+    )
+    return (
+        came.sort("come_ns")
+        .join_asof(
+            ends,
+            left_on="come_ns",
+            right_on="latest_ns",
+            by=PROCESS,
+            strategy="backward",
+            check_sortedness=False,
+        )
+        .select(*PROCESS, "program_pos", "latest_ns")
     )
 
 
@@ -233,7 +275,7 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
         together.with_columns(relative_ns=pl.col("lag_ns") / load)
         .with_columns(
             usual_ns=pl.when(pl.col("kind") == "Group", load > 0)
-            .then(pl.max_horizontal(_usual("lag_ns"), load * _usual("relative_ns")))
+            .then(pl.max_horizontal(_usual("lag_ns"), load * _usual("relative_ns"), _natural()))
             .otherwise(_usual("lag_ns"))
             .clip(0),
             late_call_ns=pl.col("call_lag_ns") - _usual("call_lag_ns").clip(0),
@@ -261,6 +303,17 @@ def _usual(lag: str) -> pl.Expr:
         .then(pl.col(lag).median().over(KEY))
         .otherwise(pl.col(lag).min().over(KEY))
     )
+
+
+def _natural() -> pl.Expr:
+    """What ranks take for what they do before such an exchange where nobody holds them up: half of them at least.
+
+    In an exchange between neighbours only these wait for a late rank, and the others for these, one after the other:
+    who waits has done meanwhile what it had to do, and comes at once when it need not wait any more.
+    """
+    alike = ["team", "kind", "expected_bytes"]
+    own = pl.col("lag_ns").quantile(NATURAL).over(*alike, "rank")
+    return pl.when("pipeline").then(0).otherwise(own.median().over(alike))
 
 
 def _window_ns(ranks: pl.DataFrame) -> int:

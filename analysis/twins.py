@@ -56,11 +56,11 @@ def with_twins(ranks: pl.DataFrame) -> pl.DataFrame:
     )
     ranks = ranks.with_columns(
         team=pl.when("pipeline").then(pl.col("replicas") + " stage").otherwise("comm_id"),
-        place=pl.when("pipeline").then(pl.col("following") * _CALLS + count).otherwise("step"),
+        place=pl.when("pipeline").then(pl.col("following") * _CALLS + count.cast(pl.Int64)).otherwise("step"),
     )
     # Who does something else at that point has a different stage, or lost calls.
     what = pl.struct("kind", "op_bytes", "nranks", "rank", "peer_rank", "partners", "expected_bytes")
     alike = what.n_unique().over("team", "place") == 1
     return ranks.with_columns(place=pl.when(~pl.col("pipeline") | alike).then("place")).drop(
-        "replicas", "common", "following", "last", "ahead", "expected_bytes"
+        "replicas", "common", "following", "last", "ahead"
     )
