@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.late import KEY
 from pulse_bpf.analysis.segment import PROCESS
 
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
@@ -24,7 +25,6 @@ SPORADIC = 0.3
 LONG_NS = 12_000_000
 # So far a host falls behind the others, and no further, as long as they do not all wait for it.
 IN_STEP_NS = 30_000_000
-KEY = ["comm_id", "step"]
 
 
 def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]:
@@ -90,7 +90,7 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             watched=pl.col("covered").shift().over(PROCESS),
             follows=pl.col("program_pos").cast(pl.Int64).diff().over(PROCESS) == 1,
         )
-        .filter("follows", "watched", pl.col("step").is_not_null(), ~pl.col("kind").is_in(["Send", "Recv"]))
+        .filter("follows", "watched", pl.col("place").is_not_null())
         .with_columns(gap_ns=pl.col("call_ns") - pl.col("before_call_ns"))
         .filter(pl.len().over(KEY) > 1)
     )
@@ -100,6 +100,7 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         return pl.when(several).then(pl.col(name).median().over(KEY)).otherwise(pl.col(name).min().over(KEY))
 
     apart = (pl.col("before_call_ns") - pl.col("before_call_ns").median().over(KEY)).abs()
+    apart = apart * pl.when(several).then(1).otherwise(2)
     return calls.with_columns(usual_ns=usual("gap_ns")).with_columns(
         excess_ns=pl.min_horizontal(
             pl.col("gap_ns") - pl.col("usual_ns"), pl.col("after_end_ns") - usual("after_end_ns")

@@ -21,12 +21,16 @@ WIDE_BINS_NS = 5_000_000
 # be seen so often: often, or less often but clearly. Where ranks wait for each other in pairs lateness spreads.
 ENOUGH = ((0.03, 3.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
 OVER_NEXT_IN_PAIRS = 5.0
+# Of the operators of the replicas of a stage, those that overlap, from which on they were not told apart well.
+MAX_ASTRAY = 0.02
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of an operator's ranks, the share that may look as if they had ended before the late one came.
 EARLY_ENDS = 0.2
 # Of its excess, by how much the late rank may outlast the others: it should not at all.
 OUTLASTS = 0.5
+# Which of the ranks' last bytes in a collective is its end.
+LATE_ENDS = 0.8
 # Of the lags of a rank before equal exchanges, up to which quantile they are natural.
 NATURAL = 0.75
 # Of its excess, what its receiver's call must be late for the rank to have waited for that.
@@ -37,6 +41,7 @@ MAX_UNFOUNDED = 0.5
 IN_PAIRS = ("Group", "AlltoAll")
 # What is compared: the same work of several ranks.
 KEY = ["team", "place"]
+COMM = [*PROCESS, "comm_id"]
 # Before all times.
 UNKNOWN = -1
 
@@ -132,42 +137,53 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         )
         .sort(*PROCESS, "program_pos")
         # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and
-        # in a ring what the slowest still has to send is still to come for all.
+        # in a ring what most still have to send is still to come for all. One whose last byte was far later than theirs
+        # was not cut well.
         .with_columns(
             own_end_ns="end_ns",
             end_ns=pl.when(pl.col("step").is_not_null() & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]))
-            .then(pl.col("end_ns").max().over(*([] if one_clock else ["node"]), "comm_id", "step"))
+            .then(
+                pl.max_horizontal(
+                    pl.col("end_ns").max().over("node", "comm_id", "step"),
+                    pl.col("end_ns").quantile(LATE_ENDS, "lower").cast(pl.Int64).over("comm_id", "step")
+                    if one_clock
+                    else "end_ns",
+                )
+            )
             .otherwise("end_ns"),
         )
     )
     # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones.
-    in_order = pl.col("end_ns").cum_min(reverse=True).over(*PROCESS, "comm_id")
-    ranks = ranks.with_columns(end_ns=pl.when(pl.col("end_ns").is_not_null()).then(in_order))
-    # When an operator between machines that moved nothing ended is not known; one inside a machine is its own doing.
-    ended = (
-        pl.when(pl.col("end_ns").is_not_null())
-        .then(pl.col("end_ns").cum_max().over(PROCESS))
-        .when(pl.col("node").n_unique().over("comm_id") > 1)
-        .then(UNKNOWN)
-    )
+    in_order = pl.col("end_ns").cum_min(reverse=True).over(COMM)
     ranks = with_twins(ranks).with_columns(
-        before_ns=ended.forward_fill().shift().over(PROCESS),
-        same_ns=pl.col("end_ns").cum_max().shift().over(*PROCESS, "comm_id"),
+        end_ns=pl.when(pl.col("end_ns").is_not_null() & ~pl.col("pipeline"))
+        .then(in_order)
+        .otherwise("end_ns")
     )
+    # When an operator between machines that moved nothing ended is not known; one inside a machine is its own doing,
+    # and a small one is as good as nothing.
+    far = (pl.col("node").n_unique().over("comm_id") > 1) & (
+        pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES
+    )
+    ranks = ranks.with_columns(before_ns=_before(far, PROCESS), same_ns=_before(far, COMM))
     ranks = ranks.with_columns(
-        before_ns=pl.when(pl.col("before_ns") != UNKNOWN).then("before_ns"),
         tree=pl.col("comm_id").is_in(_trees(own)) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
     )
-    ranks = ranks.join(_latest_end(ranks), on=[*PROCESS, "program_pos"], how="left")
+    ranks = ranks.join(_latest_end(own, ranks), on=[*PROCESS, "program_pos"], how="left")
     since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
     overlaps = pl.col("before_ns") > pl.col("entry_ns") + pl.col("bin_ns")
     # Of an operator that overlaps with another communicator's on some ranks, what each waited for is not the same.
     other = overlaps & (pl.col("before_ns") > pl.col("same_ns"))
     unlike = other.any().over(KEY) & ~other.all().over(KEY)
+    # Where only what is sent is seen, what a stage receives shows at its sender.
+    unseen = pl.col("pipeline") & ~pl.col("receives").any().over("comm_id")
+    # Two of one communicator never overlap: what one moved is taken for the other's.
+    astray = pl.col("pipeline") & (pl.col("same_ns") > pl.col("entry_ns") + pl.col("bin_ns"))
+    astray = astray.mean().over("team") > MAX_ASTRAY
     return ranks.with_columns(
-        ready_ns=pl.when(unlike)
+        ready_ns=pl.when(unlike | astray | (unseen & (not one_clock)))
         .then(None)
-        .when(overlaps)
+        .when(overlaps | unseen)
         .then(pl.max_horizontal("same_ns", "latest_ns"))
         .otherwise("before_ns")
     ).with_columns(
@@ -194,16 +210,34 @@ def _trimmed() -> dict[str, pl.Expr]:
     }
 
 
-def _latest_end(ranks: pl.DataFrame) -> pl.DataFrame:
-    """By operator of a process: when the last of its others ended before its first byte (latest_ns)."""
-    ends = ranks.drop_nulls("end_ns").select(*PROCESS, latest_ns="end_ns").sort("latest_ns")
+def _before(far: pl.Expr, of: list[str]) -> pl.Expr:
+    """When the last operator `of` a process, or of its communicator, before each ended; null where that is unknown."""
+    ended = pl.col("end_ns").cum_max().over(of)
+    known = pl.when(pl.col("end_ns").is_not_null()).then(ended).when(far).then(UNKNOWN)
+    before = known.forward_fill().shift().over(of)
+    return pl.when(before != UNKNOWN).then(before)
+
+
+def _latest_end(own: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
+    """By operator of a process: when, by its first byte, another of its operators had last ended, or what a stage
+    before or after it sent had last come (latest_ns)."""
+    places = ranks.filter("pipeline").select("comm_id", pl.col("rank").alias("peer_rank"), *PROCESS).unique()
+    sent = own.filter(pl.col("direction") == "tx", pl.col("bytes") > 0).select(
+        "comm_id", "peer_rank", latest_ns="last_byte_ns"
+    )
+    ends = pl.concat(
+        [
+            ranks.select(*PROCESS, latest_ns="end_ns"),
+            sent.join(places, on=["comm_id", "peer_rank"]).select(*PROCESS, "latest_ns"),
+        ]
+    )
     came = ranks.drop_nulls("entry_ns").select(
         *PROCESS, "program_pos", come_ns=pl.col("entry_ns") + pl.col("bin_ns")
     )
     return (
         came.sort("come_ns")
         .join_asof(
-            ends,
+            ends.drop_nulls().sort("latest_ns"),
             left_on="come_ns",
             right_on="latest_ns",
             by=PROCESS,

@@ -59,7 +59,7 @@ def with_twins(ranks: pl.DataFrame) -> pl.DataFrame:
         place=pl.when("pipeline").then(pl.col("following") * _CALLS + count.cast(pl.Int64)).otherwise("step"),
     )
     # Who does something else at that point has a different stage, or lost calls.
-    what = pl.struct("kind", "op_bytes", "nranks", "rank", "peer_rank", "partners", "expected_bytes")
+    what = pl.struct("kind", "op_bytes", "nranks", "rank")
     alike = what.n_unique().over("team", "place") == 1
     return ranks.with_columns(place=pl.when(~pl.col("pipeline") | alike).then("place")).drop(
         "replicas", "common", "following", "last", "ahead"

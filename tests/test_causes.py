@@ -37,6 +37,8 @@ def calls(late: dict[str, dict[int, int]]) -> pl.DataFrame:
                     "comm_id": "00-4",
                     "kind": "AllReduce",
                     "step": step,
+                    "team": "00-4",
+                    "place": step,
                 }
                 | {"program_pos": step, "call_ns": done[node], "own_end_ns": None, "covered": True}
             )
@@ -85,7 +87,7 @@ def test_a_rank_matched_with_the_wrong_operators_is_not_late() -> None:
         {"a": {19: 100, 39: 100}, "b": {19: 100, 39: 100}, "c": {19: 100, 39: 100}, "d": {19: 100, 39: 100}}
     )
     shifted = ranks.with_columns(
-        step=pl.when(pl.col("node") == "c").then(pl.col("step") - 1).otherwise("step"),
+        place=pl.when(pl.col("node") == "c").then(pl.col("place") - 1).otherwise("place"),
         call_ns=pl.when(pl.col("node") == "c").then(pl.col("call_ns") + 140 * MS).otherwise("call_ns"),
     )
     assert find_hosts(shifted, True, 0) == []
