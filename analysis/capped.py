@@ -9,8 +9,9 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
-from pulse_bpf.analysis.late import IN_PAIRS, TWO_SIDED
+from pulse_bpf.analysis.lags import IN_PAIRS
 from pulse_bpf.analysis.slow import LEAST_PART, hot, speed
+from pulse_bpf.analysis.twins import TWO_SIDED
 
 PORT = ["node", "nic"]
 # Bins that a flow must be busy for in an operator before its rate is judged, and how near its byte-weighted median

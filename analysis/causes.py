@@ -11,7 +11,8 @@ from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.inside import find_inside
-from pulse_bpf.analysis.late import find_late, lags
+from pulse_bpf.analysis.lags import lags
+from pulse_bpf.analysis.late import find_late
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.refused import find_refused

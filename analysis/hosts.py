@@ -7,8 +7,8 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
-from pulse_bpf.analysis.late import KEY
 from pulse_bpf.analysis.segment import PROCESS
+from pulse_bpf.analysis.twins import KEY
 
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
 LATE_NS, LATE_SHARE = 1_000_000, 0.5

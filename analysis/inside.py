@@ -5,7 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
-from pulse_bpf.analysis.late import IN_PAIRS, TWO_SIDED
+from pulse_bpf.analysis.lags import IN_PAIRS
+from pulse_bpf.analysis.twins import TWO_SIDED
 
 # After so long a silence on a flow its receiver has taken all, and granted all slots again.
 IDLE_NS = 200_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.analysis.late import TWO_SIDED
+from pulse_bpf.analysis.twins import TWO_SIDED
 
 # Fewer finished operators per communicator than this say nothing of it, and fewer per node are no ground for "healthy".
 MIN_FINISHED, MIN_OPERATORS = 3, 10

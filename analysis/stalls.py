@@ -5,7 +5,8 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
-from pulse_bpf.analysis.late import IN_PAIRS, TWO_SIDED
+from pulse_bpf.analysis.lags import IN_PAIRS
+from pulse_bpf.analysis.twins import TWO_SIDED
 
 # An operator counts when so many of its flows are silent for this share of their time: in long silences, or in all.
 MIN_SILENT = 3

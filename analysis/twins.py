@@ -8,6 +8,8 @@ from pulse_bpf.analysis.segment import PROCESS
 
 # Two-sided calls: what the ranks of one communicator do in them depends on their place in the pipeline.
 TWO_SIDED = ("Send", "Recv")
+# What is compared: the same work of several ranks.
+KEY = ["team", "place"]
 # Smaller sums, of a loss or a norm, are taken of all ranks, whatever their work.
 LEAST_BYTES = 65_536
 # More calls than a process makes between two operators with its replicas.
@@ -60,7 +62,7 @@ def with_twins(ranks: pl.DataFrame) -> pl.DataFrame:
     )
     # Who does something else at that point has a different stage, or lost calls.
     what = pl.struct("kind", "op_bytes", "nranks", "rank")
-    alike = what.n_unique().over("team", "place") == 1
+    alike = what.n_unique().over(KEY) == 1
     return ranks.with_columns(place=pl.when(~pl.col("pipeline") | alike).then("place")).drop(
         "replicas", "common", "following", "last", "ahead"
     )

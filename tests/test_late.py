@@ -8,7 +8,8 @@ import polars as pl
 import pytest
 
 from pulse_bpf.analysis.align import align
-from pulse_bpf.analysis.late import excesses, find_late, lags
+from pulse_bpf.analysis.lags import lags
+from pulse_bpf.analysis.late import excesses, find_late
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.schema import empty
