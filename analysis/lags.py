@@ -11,8 +11,8 @@ from pulse_bpf.analysis.twins import KEY, LEAST_BYTES, TWO_SIDED, with_twins
 
 # Operators in which each pair of ranks exchanges on its own, and a rank is done when its own pairs are.
 IN_PAIRS = ("Group", "AlltoAll")
-# Which of the ranks' last bytes in a collective is its end.
-LATE_ENDS = 0.8
+# The ends of so many machines are not believed where they are the last.
+MISTAKEN = 2
 # Of the operators of the replicas of a stage, those that overlap, from which on they were not told apart well.
 MAX_ASTRAY = 0.02
 COMM = [*PROCESS, "comm_id"]
@@ -31,30 +31,28 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         pl.col("program_pos").is_not_null(),
         pl.col("pid").is_not_null(),
     ).with_columns(**_trimmed())
+    # What sends hardly anything while other flows of the same operator do sends control data.
+    most = pl.col("bytes").max().over(*PROCESS, "program_pos")
+    own = own.filter((pl.col("bytes") == 0) | (pl.col("bytes") >= VOLUME_TOLERANCE * most))
+    sends = pl.col("direction") == "tx"
     ranks = (
         own.group_by(*PROCESS, "program_pos")
         .agg(
             pl.col(
                 "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns", "covered"
             ).first(),
-            pl.col("start_ns").filter(pl.col("direction") == "tx").min().alias("entry_ns"),
-            pl.col("peer_rank")
-            .filter(pl.col("direction") == "tx")
-            .sort_by(pl.col("start_ns").filter(pl.col("direction") == "tx"))
-            .first(),
-            pl.col("nic")
-            .filter(pl.col("direction") == "tx")
-            .sort_by(pl.col("start_ns").filter(pl.col("direction") == "tx"))
+            pl.col("start_ns").filter(sends).min().alias("entry_ns"),
+            # Whom it sends most, and by which NIC.
+            pl.col("peer_rank", "nic")
+            .filter(sends)
+            .sort_by(-pl.col("bytes").filter(sends), pl.col("start_ns").filter(sends))
             .first(),
             pl.col("last_byte_ns").max().alias("end_ns"),
             pl.col("bin_ns").max().fill_null(0),
             (pl.col("direction") == "rx").any().alias("receives"),
-            pl.col("bytes")
-            .filter(pl.col("level") == "flow", pl.col("direction") == "tx")
-            .sum()
-            .alias("sent_bytes"),
+            pl.col("bytes").filter(sends, pl.col("level") == "flow").sum().alias("sent_bytes"),
             pl.col("expected_bytes").sum(),
-            pl.col("peer_rank").filter(pl.col("direction") == "tx").n_unique().alias("partners"),
+            pl.col("peer_rank").filter(sends).n_unique().alias("partners"),
         )
         .join(_heard(own), on=["comm_id", "rank", "step"], how="left")
         .with_columns(
@@ -64,22 +62,20 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             receives=pl.col("receives") | (pl.col("heard_ns").is_not_null() & one_clock),
         )
         .sort(*PROCESS, "program_pos")
-        # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and
-        # in a ring what most still have to send is still to come for all. One whose last byte was far later than theirs
-        # was not cut well.
-        .with_columns(
-            own_end_ns="end_ns",
-            end_ns=pl.when(pl.col("step").is_not_null() & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]))
-            .then(
-                pl.max_horizontal(
-                    pl.col("end_ns").max().over("node", "comm_id", "step"),
-                    pl.col("end_ns").quantile(LATE_ENDS, "lower").cast(pl.Int64).over("comm_id", "step")
-                    if one_clock
-                    else "end_ns",
-                )
+        .with_columns(own_end_ns="end_ns")
+    )
+    # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and in a
+    # ring what others still have to send is still to come for all.
+    collective = pl.col("step").is_not_null() & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS])
+    ranks = ranks.join(_common_ends(ranks), on=["comm_id", "step"], how="left").with_columns(
+        end_ns=pl.when(collective)
+        .then(
+            pl.max_horizontal(
+                pl.col("end_ns").max().over("node", "comm_id", "step"),
+                pl.when(one_clock).then("common_ns"),
             )
-            .otherwise("end_ns"),
         )
+        .otherwise("end_ns")
     )
     # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones.
     in_order = pl.col("end_ns").cum_min(reverse=True).over(COMM)
@@ -183,6 +179,17 @@ def _heard(own: pl.DataFrame) -> pl.DataFrame:
         .group_by("comm_id", pl.col("peer_rank").alias("rank"), "step")
         .agg(pl.col("last_byte_ns").max().alias("heard_ns"))
         .drop_nulls()
+    )
+
+
+def _common_ends(ranks: pl.DataFrame) -> pl.DataFrame:
+    """When an operator ended on all but two machines: one flow that was not cut well looks late at both its ends."""
+    of_nodes = (
+        ranks.drop_nulls(["step", "end_ns"]).group_by("comm_id", "step", "node").agg(pl.col("end_ns").max())
+    )
+    last = pl.col("end_ns").sort(descending=True)
+    return of_nodes.group_by("comm_id", "step").agg(
+        common_ns=last.get(pl.min_horizontal(MISTAKEN, (pl.len().cast(pl.Int64) - 2).clip(0)))
     )
 
 
