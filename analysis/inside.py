@@ -13,7 +13,7 @@ IDLE_NS = 200_000
 # Operators of fewer bins say too little of when in them what moved; and so many of them must agree.
 MIN_BINS, MIN_OPERATORS = 5, 5
 # By how many messages a machine's two sides must differ, of 8 slots for each channel (NCCL_STEPS), in what share of
-# the operators it must be the one that differs most, and of its difference how much the next may have.
+# the operators with such a machine it must be the same one, and of its difference how much the next may have.
 MESSAGES, FIRST, NEXT = 5.0, 0.8, 0.4
 # Of the longest time that an operator takes on a flow, what it takes on all others at least.
 ALIKE = 0.75
@@ -34,23 +34,28 @@ def find_inside(aligned: pl.DataFrame) -> list[Finding]:
     """
     edges = _held(aligned)
     sides = _sides(edges)
-    operators = sides.select(OPERATOR).n_unique()
-    if operators < MIN_OPERATORS:
-        return []
-    most = sides.filter(pl.col("more") == pl.col("more").max().over(OPERATOR))
-    nodes = (
-        sides.group_by("node")
-        .agg(pl.col("more").median())
-        .join(most.group_by("node").agg(pl.len().alias("times")), on="node", how="left")
-        .sort("more", "node", descending=[True, False])
+    first = (
+        sides.sort("more", "node", descending=[True, False])
+        .group_by(OPERATOR)
+        .agg(pl.col("node", "more").first(), pl.col("more").get(1).alias("next"))
     )
-    node, more, times = nodes.row(0)
-    others = float(nodes["more"][1:].max() or 0.0)  # type: ignore[arg-type]
-    if more < MESSAGES or (times or 0) < FIRST * operators or others > NEXT * more:
+    # Where none stands out there was nothing to hold up, or not yet.
+    telling = first.filter(pl.col("more") >= MESSAGES, pl.col("next") <= NEXT * pl.col("more"))
+    nodes = (
+        telling.group_by("node")
+        .agg(pl.len().alias("times"), pl.col("more", "next").median())
+        .sort("times", "node", descending=[True, False])
+    )
+    operators = telling.height
+    if nodes.is_empty():
+        return []
+    node, times, more, others = nodes.row(0)
+    if times < max(MIN_OPERATORS, FIRST * operators):
         return []
     share = times / operators
+    seen = edges.join(telling.filter(pl.col("node") == node), on=OPERATOR, how="semi")
     text = (
-        f"{node} holds up its rings from inside: in {times} of {operators} operators it is the one between a sender "
+        f"{node} holds up its rings from inside: in {times} of {operators} operators that tell, it is between a sender "
         f"that waits for permission and a receiver that waits for data (by it {more:.1f} messages more may be sent "
         f"than to it; on the next machine {others:.1f})."
     )
@@ -61,8 +66,8 @@ def find_inside(aligned: pl.DataFrame) -> list[Finding]:
             scope="node",
             confidence=round(min(0.95, 0.5 + 0.45 * share), 3),
             slowdown=1.0,
-            first_ns=int(edges["start_ns"].min()),  # type: ignore[arg-type]
-            last_ns=int(edges["last_byte_ns"].max()),  # type: ignore[arg-type]
+            first_ns=int(seen["start_ns"].min()),  # type: ignore[arg-type]
+            last_ns=int(seen["last_byte_ns"].max()),  # type: ignore[arg-type]
             evidence=[Evidence("credits", float(more), others, operators, text)],
             node=node,
             victims=[other for other in sides["node"].unique().sort() if other != node],
