@@ -12,15 +12,15 @@ from pulse_bpf.analysis.twins import KEY
 
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
 LATE_NS, LATE_SHARE = 1_000_000, 0.5
-# So many late calls say something, or one so long and so many times what is usual there; all of them together are at
-# most this share of the time.
-MIN_TIMES, PAUSE_NS, MOST_OF_TIME = 3, 8_000_000, 0.7
+# So many late calls of a machine say something, or one so long and so many times what is usual there; all of them
+# together are at least and at most these shares of the time.
+MIN_TIMES, PAUSE_NS, LEAST_OF_TIME, MOST_OF_TIME = 2, 8_000_000, 0.005, 0.7
 # How many times what is usual there a single late call must be: where clocks tell that it was on time before, and else.
 SINGLE, SINGLE_BLIND = 0.7, 3.0
 # What another machine's late calls may cost at most, beside those of the one that is named.
 OTHERS = 0.2
-# Late in more of its calls than this, it may as well wait for its GPU.
-SPORADIC = 0.3
+# Late in more of its calls than this, and than so many, it may as well wait for its GPU.
+SPORADIC, FEW = 0.3, 3
 # From this length on a late call is a pause and no wait for a CPU, whose slices are shorter.
 LONG_NS = 12_000_000
 # So far a host falls behind the others, and no further, as long as they do not all wait for it.
@@ -65,12 +65,15 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
         return []
     worst = costs.row(0, named=True)
     window_ns = int(calls.select(pl.col("call_ns").max() - pl.col("call_ns").min()).item())
+    here = costs.filter(pl.col("node") == worst["node"])
+    times, cost_ns = here.select(pl.col("times").sum(), pl.col("cost_ns").sum()).row(0)
     elsewhere = float(costs.filter(pl.col("node") != worst["node"])["cost_ns"].max() or 0)  # type: ignore[arg-type]
     if (
-        (worst["times"] < MIN_TIMES and (worst["pause_ns"] or 0) < PAUSE_NS)
+        (times < MIN_TIMES and (worst["pause_ns"] or 0) < PAUSE_NS)
+        or cost_ns < LEAST_OF_TIME * window_ns
         or worst["cost_ns"] > MOST_OF_TIME * window_ns
         or elsewhere > OTHERS * worst["cost_ns"]
-        or worst["times"] > max(MIN_TIMES, SPORADIC * worst["calls"])
+        or worst["times"] > max(FEW, SPORADIC * worst["calls"])
     ):
         return []
     return [_finding(worst, costs, calls, window_ns)]

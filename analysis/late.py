@@ -22,6 +22,8 @@ ENOUGH = ((0.03, 3.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
 OVER_NEXT_IN_PAIRS = 5.0
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
+# Of a stage's operators from its first late one to its last, those that must be late, and how many at least.
+STEADY, STEADY_TIMES = 0.4, 5
 # Of an operator's ranks, the share that may look as if they had ended before the late one came.
 EARLY_ENDS = 0.2
 # Of its excess, by how much the late rank may outlast the others: it should not at all.
@@ -200,13 +202,36 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"), pl.col("pairs").any())
         .sort("cost_ns", "node", "team", descending=[True, False, False])
         .unique("node", keep="first", maintain_order=True)
+        .join(_seldom(founded, compared).with_columns(seldom=True), on=["node", "team"], how="left")
+        .sort("cost_ns", "node", descending=[True, False])
     )
     return costs, machines
 
 
+def _seldom(late: pl.DataFrame, compared: pl.DataFrame) -> pl.DataFrame:
+    """The node and team of stages that are `late` now and then only, of the operators in which they are `compared`.
+
+    A stage may have waited for its neighbours, which is not seen, but not in most of what it does.
+    """
+    key = ["node", "team"]
+    spans = (
+        late.filter("pipeline")
+        .group_by(key)
+        .agg(
+            pl.col("place").n_unique().alias("times"),
+            first_ns=pl.col("entry_ns").min(),
+            last_ns=pl.col("entry_ns").max(),
+        )
+    )
+    between = compared.join(spans, on=key).filter(pl.col("entry_ns").is_between("first_ns", "last_ns"))
+    counts = between.group_by(key).agg(pl.col("place").n_unique(), pl.col("times").first())
+    often = pl.max_horizontal(pl.lit(STEADY_TIMES), STEADY * pl.col("place"))
+    return counts.filter(pl.col("times") < often).select(key)
+
+
 def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> str | None:
     """The machine that is late by far the most; None when lateness is rare, small or spread."""
-    if machines.is_empty() or costs["cost_ns"][0] > 1.05 * window_ns:
+    if machines.is_empty() or machines["seldom"][0] or costs["cost_ns"][0] > 1.05 * window_ns:
         return None
     node, cost_ns, times, pairs = machines.select("node", "cost_ns", "times", "pairs").row(0)
     second_ns = machines["cost_ns"][1] if machines.height > 1 else 0
