@@ -26,6 +26,8 @@ MUCH_UNSEEN = 0.3
 MOST_FAULTS = 2
 # Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
 WAITED = 0.7
+# So sure of a machine that it is late by itself, it is one cause, whatever else is slow.
+SURE = 0.84
 
 
 def find_causes(
@@ -89,8 +91,13 @@ def _causes(
     slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
     # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
     # Where no port is named, what seems slow may have waited.
-    if late and (late[0].cause == "host" or int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns):
+    sure = [item for item in late if item.confidence >= SURE]
+    outweighs = late and int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns
+    if outweighs or (late and late[0].cause == "host") or (sure and not slow):
         slow, unexplained = [], []
+    if slow and len(slow) < MOST_FAULTS:
+        places = {place for item in slow for place in (item.node, *(item.nodes or ()))}
+        slow = [*slow, *(item for item in sure if item.node not in places)]
     found = slow if slow or unexplained else late
     if not found and (inside := find_inside(aligned)):
         # What flows in fits and starts through a machine that is slow inside seems slow now and then.

@@ -17,9 +17,8 @@ LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
 # Operators in wider bins are known by their bytes; when they were is not known well enough.
 WIDE_BINS_NS = 5_000_000
 # All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, and
-# be seen so often: often, or less often but clearly. Where ranks wait for each other in pairs lateness spreads.
-ENOUGH = ((0.03, 3.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
-OVER_NEXT_IN_PAIRS = 5.0
+# be seen so often: often, or less often but clearly.
+ENOUGH = ((0.03, 5.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of a stage's operators from its first late one to its last, those that must be late, and how many at least.
@@ -197,9 +196,9 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     )
     machines = (
         founded.group_by("node", *KEY)
-        .agg(pl.col("excess_ns").max(), pairs=(pl.col("kind").is_in(IN_PAIRS) & ~pl.col("pipeline")).any())
+        .agg(pl.col("excess_ns").max())
         .group_by("node", "team")
-        .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"), pl.col("pairs").any())
+        .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"))
         .sort("cost_ns", "node", "team", descending=[True, False, False])
         .unique("node", keep="first", maintain_order=True)
         .join(_seldom(founded, compared).with_columns(seldom=True), on=["node", "team"], how="left")
@@ -233,12 +232,10 @@ def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> 
     """The machine that is late by far the most; None when lateness is rare, small or spread."""
     if machines.is_empty() or machines["seldom"][0] or costs["cost_ns"][0] > 1.05 * window_ns:
         return None
-    node, cost_ns, times, pairs = machines.select("node", "cost_ns", "times", "pairs").row(0)
+    node, cost_ns, times = machines.select("node", "cost_ns", "times").row(0)
     second_ns = machines["cost_ns"][1] if machines.height > 1 else 0
     clear = any(
-        cost_ns >= share * window_ns
-        and cost_ns >= max(over, OVER_NEXT_IN_PAIRS if pairs else 0.0) * second_ns
-        and times >= least
+        cost_ns >= share * window_ns and cost_ns >= over * second_ns and times >= least
         for share, over, least in ENOUGH
     )
     return str(node) if clear else None

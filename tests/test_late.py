@@ -59,6 +59,10 @@ def _rows(
                         "bytes": sent_bytes(rank if way == "tx" else peer, step),
                     }
                 )
+    return _table(rows)
+
+
+def _table(rows: list[dict[str, object]]) -> pl.DataFrame:
     frame = pl.DataFrame(rows)
     return frame.select(
         (pl.col(name) if name in frame.columns else pl.lit(None)).cast(dtype).alias(name)
@@ -156,3 +160,88 @@ def test_a_silence_that_begins_on_two_flows_at_once_is_held_against_neither(alon
     )
     found = find_stalls(align(rows))
     assert [finding.nodes for finding in found] == ([["node0", "node1"]] if named else [])
+
+
+def test_stray_bytes_before_and_after_a_silence_are_no_part_of_an_operator() -> None:
+    """Most ranks seem to begin right after the operator before and to end late, with a few bytes of control data."""
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 2 else 0)
+    rows = rows.with_columns(first_stall_len_ns=pl.lit(10 * MS, pl.Int64))
+    stray = pl.when(pl.col("start_ns") % PERIOD_NS == 0)
+    before = rows.with_columns(
+        start_ns=stray.then(pl.col("start_ns") - 10 * MS).otherwise("start_ns"),
+        first_stall_ns=stray.then(pl.col("start_ns") - 10 * MS),
+        first_stall_bytes=stray.then(160).cast(pl.UInt64),
+    )
+    assert [node for node, _ in _late(before)] == ["node2"]
+    after = rows.with_columns(
+        last_byte_ns=pl.col("last_byte_ns") + 10 * MS,
+        first_stall_ns=pl.col("last_byte_ns"),
+        first_stall_bytes=pl.col("bytes").cast(pl.UInt64) - 160,
+    )
+    assert [node for node, _ in _late(after)] == ["node2"]
+
+
+def test_a_flow_that_was_cut_late_hides_no_late_rank() -> None:
+    """Bytes of much later operators were taken for the last ones of one flow, at both its ends."""
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 2 else 0)
+    edge = (pl.col("rank") == 4) & (pl.col("direction") == "tx") | (pl.col("rank") == 5) & (
+        pl.col("direction") == "rx"
+    )
+    cut = rows.with_columns(
+        last_byte_ns=pl.when(edge & (pl.col("op_seq") == 3)).then(8 * PERIOD_NS).otherwise("last_byte_ns")
+    )
+    assert [node for node, _ in _late(cut)] == ["node2"]
+
+
+def test_who_sends_late_because_a_neighbour_held_it_up_before_is_not_late() -> None:
+    """Round a ring of exchanges between neighbours all take 2 ms for their work; only who waits comes at once."""
+    behind = {2: 8, 1: 2, 3: 2}
+    rows = _rows("Group", late_ns=lambda rank, step: behind.get(rank, 0) * MS if step % 4 == 3 else 2 * MS)
+    compared = excesses(lags(align(rows), True))
+    assert set(compared.filter(pl.col("excess_ns") > MS)["rank"]) == {2}
+
+
+TREES = ({1: 0, 2: 1, 3: 1, 4: 0, 5: 4}, {2: 3, 0: 2, 1: 2, 5: 3, 4: 5})
+
+
+@pytest.mark.parametrize(
+    ("late", "named"), [(({0, 1, 2}, {2, 3}), ["node2"]), (({0, 1, 2}, set()), []), ((set(), set()), [])]
+)
+def test_in_trees_who_is_late_in_both_is_late_and_those_above_it_wait(
+    late: tuple[set[int], set[int]], named: list[str]
+) -> None:
+    """Each node has a GPU and a NIC in each of two trees, and exchanges with all that are next to it there."""
+    rows: list[dict[str, object]] = []
+    for step in range(STEPS):
+        begin_ns = step * PERIOD_NS
+        for tree, above in enumerate(TREES):
+            edges = [*above.items(), *((parent, child) for child, parent in above.items())]
+            for node, peer in edges:
+                for way in ("tx", "rx"):
+                    first = node if way == "tx" else peer
+                    rows.append(
+                        {
+                            "level": "flow",
+                            "node": f"node{node}",
+                            "nic": f"mlx5_{tree}",
+                            "pid": 10 * node + tree,
+                            "comm_id": "world",
+                            "rank": 2 * node + tree,
+                            "nranks": 12,
+                            "peer_rank": 2 * peer + tree,
+                            "peer_node": f"node{peer}",
+                            "direction": way,
+                            "kind": "AllReduce",
+                            "op_bytes": 10_000_000,
+                            "op_seq": step,
+                            "program_pos": step,
+                            "nccl_seq": step,
+                            "call_ns": begin_ns - MS,
+                            "start_ns": begin_ns + (4 * MS if first in late[tree] else 0),
+                            "last_byte_ns": begin_ns + 9 * MS,
+                            "end_ns": begin_ns + 9 * MS,
+                            "bin_ns": 20_000,
+                            "bytes": 10_000_000,
+                        }
+                    )
+    assert [node for node, _ in _late(_table(rows))] == named
