@@ -18,7 +18,6 @@ from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import marks
 from pulse_bpf.analysis.slow import find_slow
-from pulse_bpf.analysis.stalls import find_stalls
 
 # Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
 MUCH_UNSEEN = 0.3
@@ -102,8 +101,6 @@ def _causes(
     if not found and (inside := find_inside(aligned)):
         # What flows in fits and starts through a machine that is slow inside seems slow now and then.
         return inside, []
-    if not found and not unexplained and one_clock:
-        found = find_stalls(aligned)
     return found, unexplained
 
 

@@ -1,4 +1,4 @@
-"""What single pieces of evidence name, and what they do not: late calls, marked flows, first silences."""
+"""What single pieces of evidence name, and what they do not: late calls, marked flows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
-from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.schema import EVENTS, empty
 
 NODES = ("a", "b", "c", "d")
@@ -188,20 +187,6 @@ def test_the_network_is_pressed_where_few_ports_are_marked_much_and_the_others_n
     assert not pressed(counted(0, 50, 0, 0))
     assert not pressed(counted(0, 150, 40, 0))
     assert not pressed(counted(500, 500, 500, 500))
-
-
-def test_silence_that_begins_at_one_flow_names_its_two_ends() -> None:
-    since = {"a": 300, "b": 900, "c": 600, "d": 300}
-    first = pl.col("start_ns") + pl.col("node").replace_strict(since, return_dtype=pl.Int64) * US
-    silent = ring(
-        gap_unknown_ns=pl.lit(MS),
-        first_gap_ns=first - pl.when(pl.col("node") == "d").then(50 * US).otherwise(0),
-    )
-    (item,) = find_stalls(silent)
-    assert (item.scope, item.nodes) == ("group", ["d", "a"])
-    anywhere = (pl.col("step") * 7 + pl.col("node").rank("dense").cast(pl.Int64) * 5) % 4
-    assert find_stalls(ring(gap_unknown_ns=pl.lit(MS), first_gap_ns=pl.col("start_ns") + anywhere * US)) == []
-    assert find_stalls(ring()) == []
 
 
 def _finding(kind: str, cause: Any, node: str) -> Finding:

@@ -11,7 +11,6 @@ from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.lags import lags
 from pulse_bpf.analysis.late import excesses, find_late
 from pulse_bpf.analysis.metrics import OPERATORS
-from pulse_bpf.analysis.stalls import find_stalls
 from pulse_bpf.schema import empty
 
 MS = 1_000_000
@@ -146,20 +145,6 @@ def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: i
     )
     apart = align(frame).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
     assert apart["call_ns"].max() == 80_000
-
-
-@pytest.mark.parametrize(("alone", "named"), [(True, True), (False, False)])
-def test_a_silence_that_begins_on_two_flows_at_once_is_held_against_neither(alone: bool, named: bool) -> None:
-    rows = pl.concat(
-        [_rows(), _rows().with_columns(op_seq=pl.col("op_seq") + STEPS, nccl_seq=pl.col("nccl_seq") + STEPS)]
-    )
-    first = {0: 0, 1: 0 if not alone else 50_000, 2: 100_000, 3: 150_000, 4: 200_000, 5: 200_000}
-    rows = rows.with_columns(
-        stall_ns=pl.lit(SPAN_NS // 2, pl.Int64),
-        first_stall_ns=pl.col("start_ns") + pl.col("rank").replace_strict(first, return_dtype=pl.Int64),
-    )
-    found = find_stalls(align(rows))
-    assert [finding.nodes for finding in found] == ([["node0", "node1"]] if named else [])
 
 
 def test_stray_bytes_before_and_after_a_silence_are_no_part_of_an_operator() -> None:
