@@ -92,8 +92,15 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             after_end_ns=pl.col("call_ns") - pl.col("own_end_ns").shift().over(PROCESS),
             watched=pl.col("covered").shift().over(PROCESS),
             follows=pl.col("program_pos").cast(pl.Int64).diff().over(PROCESS) == 1,
+            after_stage=pl.col("pipeline") & pl.col("pipeline").shift().over(PROCESS),
         )
-        .filter("follows", "watched", pl.col("place").is_not_null())
+        .filter(
+            "follows",
+            "watched",
+            pl.col("place").is_not_null(),
+            # Who may have waited in its call for another stage is late only after that operator ended.
+            ~pl.col("after_stage") | pl.col("after_end_ns").is_not_null(),
+        )
         .with_columns(gap_ns=pl.col("call_ns") - pl.col("before_call_ns"))
         .filter(pl.len().over(KEY) > 1)
     )

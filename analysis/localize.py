@@ -64,9 +64,9 @@ def localize(
         slows, unexplained = find_causes(aligned, flows, tables, signals, same)
         found += slows
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
-        # What tells a culprit from its neighbours may be among the unknown.
+        # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is.
         found = [
-            item if item.cause == "stop" or item in signals else replace(item, confidence=0.4)
+            item if item.cause in ("stop", "host") or item in signals else replace(item, confidence=0.4)
             for item in found
         ]
     if coverage["lost"] or damaged:

@@ -38,6 +38,7 @@ def calls(late: dict[str, dict[int, int]]) -> pl.DataFrame:
                     "step": step,
                     "team": "00-4",
                     "place": step,
+                    "pipeline": False,
                 }
                 | {"program_pos": step, "call_ns": done[node], "own_end_ns": None, "covered": True}
             )
