@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import polars as pl
@@ -60,6 +61,30 @@ def test_the_host_that_calls_late_now_and_then_is_named(late: dict[int, int], ki
     (item,) = find_hosts(ranks, True, 0)
     assert (item.kind, item.scope, item.node, item.rank) == (kind, "node", "c", 2)
     assert find_hosts(ranks, True, lost=1) == []
+
+
+def test_few_late_calls_of_several_processes_name_their_machine() -> None:
+    """Its processes are late once each; so little of the time that it hardly matters is not said."""
+    ranks = calls({"c": {20: 5}})
+    twins = ranks.with_columns(
+        pid=pl.col("pid") + 10,
+        rank=pl.col("rank") + 4,
+        call_ns=pl.when((pl.col("node") == "c") & (pl.col("step") >= 20) & (pl.col("step") < 40))
+        .then(pl.col("call_ns") - 5 * MS)
+        .otherwise("call_ns"),
+    )
+    other = twins.with_columns(
+        call_ns=pl.when((pl.col("node") == "c") & (pl.col("step") >= 50))
+        .then(pl.col("call_ns") + 5 * MS)
+        .otherwise("call_ns")
+    )
+    both = pl.concat([ranks, other])
+    assert [item.node for item in find_hosts(both, True, 0)] == ["c"]
+    assert find_hosts(ranks, True, 0) == []
+    # The same in a recording that is much longer.
+    last = (pl.col("step") == OPERATORS - 1) & pl.lit(True)
+    longer = both.with_columns(call_ns=pl.when(last).then(10_000 * MS).otherwise("call_ns"))
+    assert find_hosts(longer, True, 0) == []
 
 
 def test_a_call_is_not_late_by_what_the_operator_before_lasted() -> None:
@@ -208,3 +233,33 @@ def test_who_is_late_beside_two_slow_ports_waits_for_them(
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == ports + late
     assert why == []
+
+
+@pytest.mark.parametrize(
+    ("sure", "ports", "named"),
+    [(0.9, [], ["c"]), (0.7, [], []), (0.9, ["a"], ["a", "c"]), (0.7, ["a"], ["a"]), (0.9, ["c"], ["c"])],
+)
+def test_who_is_surely_late_is_named_beside_what_seems_slow(
+    monkeypatch: pytest.MonkeyPatch, sure: float, ports: list[str], named: list[str]
+) -> None:
+    for name in (
+        "find_hosts",
+        "find_loss",
+        "find_marked",
+        "find_refused",
+        "find_capped",
+        "find_inside",
+        "lags",
+    ):
+        monkeypatch.setattr(causes, name, lambda *given: [])
+    late = [replace(_finding("gpu-slow", "compute", "c"), confidence=sure)]
+    slow = [_finding("nic-slow", "nic", node) for node in ports]
+    monkeypatch.setattr(causes, "find_late", lambda *given: late)
+    monkeypatch.setattr(
+        causes, "find_slow", lambda *given: (slow, [] if slow else ["some flows were slow"], 100)
+    )
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms")}
+    rows = pl.DataFrame(schema=metrics.OPERATORS)
+    found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    assert [item.node for item in found] == named
+    assert bool(why) == (not named)

@@ -47,6 +47,7 @@ def both(node: str, value: float) -> dict[tuple[str, str], float]:
     return {(node, nic): value for nic in NICS}
 
 
+TIMES = ("start_ns", "last_byte_ns", "end_ns", "byte_mean_ns", "credit_mean_ns")
 # c is slow inside: b, which sends to it, may send little, and c, which has little, could send much.
 SLOW = both("b", -34.0) | both("c", -22.0) | both("d", -23.0)
 
@@ -68,6 +69,19 @@ def test_a_machine_that_is_slow_inside_is_between_one_that_may_not_send_and_one_
 )
 def test_others_are_not(held: dict[tuple[str, str], float], why: str) -> None:
     assert find_inside(ring(held)) == [], why
+
+
+def test_a_machine_that_became_slow_inside_is_told_by_the_operators_since_then() -> None:
+    """Before, nothing was held up, and who differs most is chance."""
+    noise = both("a", -24.5) | both("b", -23.8)
+    later = ring(SLOW).with_columns(
+        pl.col("op_seq") + OPERATORS,
+        pl.col("step") + OPERATORS,
+        *(pl.col(name) + 1000 * MS for name in TIMES),
+    )
+    found = find_inside(pl.concat([ring(noise), later]))
+    assert [item.node for item in found] == ["c"]
+    assert found[0].first_ns == 1000 * MS
 
 
 def test_operators_that_follow_each_other_at_once_say_nothing() -> None:
