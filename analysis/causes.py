@@ -10,7 +10,7 @@ import polars as pl
 from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.hosts import find_hosts
-from pulse_bpf.analysis.inside import find_inside
+from pulse_bpf.analysis.inside import behind_ports, find_inside
 from pulse_bpf.analysis.lags import lags
 from pulse_bpf.analysis.late import find_late
 from pulse_bpf.analysis.loss import find_loss
@@ -46,6 +46,7 @@ def find_causes(
     those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
     """
     found, unexplained = _causes(aligned, flows, tables, signals, one_clock)
+    found = behind_ports(aligned, found)
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind = _beside_unseen(aligned)
     unsure = [blind & {item.node, *(item.nodes or ())} for item in found]

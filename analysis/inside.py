@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
@@ -17,6 +19,8 @@ MIN_BINS, MIN_OPERATORS = 5, 5
 MESSAGES, FIRST, NEXT = 5.0, 0.8, 0.4
 # Of the longest time that an operator takes on a flow, what it takes on all others at least.
 ALIKE = 0.75
+# What is slow runs at most at this share of what others do.
+SLOW = 0.75
 # Of two machines either is before and after the other.
 MIN_NODES = 3
 EDGE = ["node", "nic", "pid", "comm_id", "peer_node", "peer_nic", "peer_pid"]
@@ -74,6 +78,49 @@ def find_inside(aligned: pl.DataFrame) -> list[Finding]:
             next_check=f"on {node}: nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi nvlink -s; nvidia-smi topo -m",
         )
     ]
+
+
+def behind_ports(aligned: pl.DataFrame, slow: list[Finding]) -> list[Finding]:
+    """Those of `slow` that are ports, with the machine named where it is slow behind its port.
+
+    A port that sends slowly receives as fast as ever what others send it for exchanges in pairs; one whose slot is slow
+    pauses its switch and says so. What both sends and receives slowly and does neither is held up by its GPU, or by the
+    way to it.
+    """
+    return [
+        replace(item, kind="intra-node-slow", cause="intra-node", scope="node", nic=None)
+        if item.scope == "nic" and item.kind == "nic-slow" and _both_ways(aligned, item)
+        else item
+        for item in slow
+    ]
+
+
+def _both_ways(aligned: pl.DataFrame, item: Finding) -> bool:
+    """Whether in exchanges in pairs in which a port sends slowly, beside others, it is sent to as slowly."""
+    moved = aligned.filter(
+        pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
+        pl.col("level").is_in(["flow", "nic"]),
+        pl.col("step").is_not_null(),
+        pl.col("burst_gbps").is_not_null(),
+        pl.col("start_ns").is_between(item.first_ns, item.last_ns),
+    )
+    mine = (pl.col("node") == item.node) & (pl.col("nic") == item.nic)
+    sends = pl.col("direction") == "tx"
+    to_it = (pl.col("peer_node") == item.node) & (pl.col("peer_nic") == item.nic)
+    theirs = to_it.fill_null(False) & sends
+    others = ~mine & ~theirs
+    rate = pl.col("burst_gbps")
+    # Where there are several peers, their sum tells.
+    rows = moved.filter((pl.col("level") == "nic") | ~(pl.col("level") == "nic").any().over(OPERATOR))
+    ratios = rows.group_by(OPERATOR).agg(
+        out=rate.filter(mine & sends).mean() / rate.filter(others & sends).median(),
+        into=pl.coalesce(
+            rate.filter(mine & ~sends).mean() / rate.filter(others & ~sends).median(),
+            rate.filter(theirs).mean() / rate.filter(others & sends).median(),
+        ),
+    )
+    held = ratios.drop_nulls().filter(pl.col("out") <= SLOW)
+    return held.height >= MIN_OPERATORS and float(held["into"].median() or 1.0) <= SLOW  # type: ignore[arg-type]
 
 
 def _held(aligned: pl.DataFrame) -> pl.DataFrame:

@@ -7,8 +7,9 @@ import polars as pl
 import pytest
 
 from pulse_bpf.analysis import metrics
+from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.grants import BEFORE, DURING, LAST, MEAN, START, Grants, granted, no_grants, used
-from pulse_bpf.analysis.inside import find_inside
+from pulse_bpf.analysis.inside import behind_ports, find_inside
 from pulse_bpf.analysis.shape import NOTHING, WHOLE
 
 NODES, NICS = ("a", "b", "c", "d"), ("mlx5_0", "mlx5_1")
@@ -128,3 +129,35 @@ def test_clear_to_sends_of_groups_that_are_not_wanted_are_not_held() -> None:
         held, np.array([False]), np.array([-1, 0]), none, np.zeros(1, np.int64), none, none.astype(np.uint32)
     )
     assert after.t_ns.tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("into", "received", "named"),
+    [
+        (100.0, True, ("node", "b", None)),
+        (400.0, True, ("nic", "b", "mlx5_0")),
+        (100.0, False, ("node", "b", None)),
+    ],
+)
+def test_a_port_that_sends_and_receives_slowly_is_held_up_by_its_machine(
+    into: float, received: bool, named: tuple[str, str, str | None]
+) -> None:
+    """Each sends to the next and gets from the one before; b sends slowly, and is or is not sent to as slowly."""
+    rows = []
+    for step in range(OPERATORS):
+        for rank, node in enumerate(NODES):
+            after, before = NODES[(rank + 1) % 4], NODES[rank - 1]
+            for way, peer in (("tx", after), ("rx", before)):
+                sender, receiver = (node, peer) if way == "tx" else (peer, node)
+                gbps = 100.0 if sender == "b" else into if receiver == "b" else 400.0
+                rows.append(
+                    {"level": "flow", "node": node, "nic": "mlx5_0", "peer_node": peer, "peer_nic": "mlx5_0"}
+                    | {"direction": way, "kind": "Group", "comm_id": "00-4", "step": step}
+                    | {"start_ns": step * 10 * MS, "burst_gbps": gbps}
+                )
+    frame = pl.DataFrame(rows, schema_overrides={name: STEP[name] for name in rows[0]})
+    exchanges = pl.concat([pl.DataFrame(schema=STEP), frame], how="diagonal")
+    port = Finding("nic-slow", "nic", "nic", 0.9, 4.0, 0, 1000 * MS, [], node="b", nic="mlx5_0")
+    (item,) = behind_ports(exchanges.filter(received | (pl.col("direction") == "tx")), [port])
+    assert (item.scope, item.node, item.nic) == named
+    assert item.kind == ("intra-node-slow" if named[0] == "node" else "nic-slow")
