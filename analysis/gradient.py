@@ -15,6 +15,8 @@ PAUSE_BINS = 4
 # The lowest node must be below the next by this share of the whole rise, and by so many times what the two ends of
 # the flows differ by.
 MARGIN, ERRORS = 0.1, 2.0
+# Smaller differences are control data, or cuts that are not exact.
+LEAST_RISE = 16_384
 # What comes out after the lowest edge, over what goes into it: little more than nothing where both end in the node
 # between, a chunk over the slots of two where it went on taking data.
 SLICE, FORWARDED = 0.33, 0.4
@@ -68,7 +70,7 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
     error = _difference_of_ends(members, sent, since)
     if error is not None and second - low < ERRORS * error and third - low < ERRORS * error:
         return None
-    if rise <= 0 or not _rises(sent, nodes):
+    if rise < LEAST_RISE or not _rises(sent, nodes):
         return None
     stuck = _all_stuck(sent)
     ends = _ends(sent, stuck)
