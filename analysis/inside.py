@@ -83,44 +83,50 @@ def find_inside(aligned: pl.DataFrame) -> list[Finding]:
 def behind_ports(aligned: pl.DataFrame, slow: list[Finding]) -> list[Finding]:
     """Those of `slow` that are ports, with the machine named where it is slow behind its port.
 
-    A port that sends slowly receives as fast as ever what others send it for exchanges in pairs; one whose slot is slow
-    pauses its switch and says so. What both sends and receives slowly and does neither is held up by its GPU, or by the
-    way to it.
+    A port that sends slowly receives as fast as ever what others send it in exchanges in pairs, and the other ports of
+    its machine send as fast as ever; one whose slot is slow pauses its switch and says so. Where that is not so,
+    its GPU, or the way to it, holds it up.
     """
     return [
         replace(item, kind="intra-node-slow", cause="intra-node", scope="node", nic=None)
-        if item.scope == "nic" and item.kind == "nic-slow" and _both_ways(aligned, item)
+        if item.scope == "nic" and item.kind == "nic-slow" and _is_behind(aligned, item)
         else item
         for item in slow
     ]
 
 
-def _both_ways(aligned: pl.DataFrame, item: Finding) -> bool:
-    """Whether in exchanges in pairs in which a port sends slowly, beside others, it is sent to as slowly."""
+def _is_behind(aligned: pl.DataFrame, item: Finding) -> bool:
+    """Whether, where a port sends slowly beside other machines', it is sent to as slowly or all of its machine's do."""
+    rate = pl.col("burst_gbps")
     moved = aligned.filter(
-        pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
         pl.col("level").is_in(["flow", "nic"]),
         pl.col("step").is_not_null(),
-        pl.col("burst_gbps").is_not_null(),
+        rate.is_not_null(),
         pl.col("start_ns").is_between(item.first_ns, item.last_ns),
     )
-    mine = (pl.col("node") == item.node) & (pl.col("nic") == item.nic)
-    sends = pl.col("direction") == "tx"
+    here, sends = pl.col("node") == item.node, pl.col("direction") == "tx"
+    mine = here & (pl.col("nic") == item.nic)
     to_it = (pl.col("peer_node") == item.node) & (pl.col("peer_nic") == item.nic)
     theirs = to_it.fill_null(False) & sends
-    others = ~mine & ~theirs
-    rate = pl.col("burst_gbps")
+    others = ~here & ~theirs
+    usual = rate.filter(others & sends).median()
     # Where there are several peers, their sum tells.
     rows = moved.filter((pl.col("level") == "nic") | ~(pl.col("level") == "nic").any().over(OPERATOR))
     ratios = rows.group_by(OPERATOR).agg(
-        out=rate.filter(mine & sends).mean() / rate.filter(others & sends).median(),
+        out=rate.filter(mine & sends).mean() / usual,
+        beside=rate.filter(here & ~mine & sends).median() / usual,
         into=pl.coalesce(
             rate.filter(mine & ~sends).mean() / rate.filter(others & ~sends).median(),
-            rate.filter(theirs).mean() / rate.filter(others & sends).median(),
+            rate.filter(theirs).mean() / usual,
         ),
     )
-    held = ratios.drop_nulls().filter(pl.col("out") <= SLOW)
-    return held.height >= MIN_OPERATORS and float(held["into"].median() or 1.0) <= SLOW  # type: ignore[arg-type]
+    held = ratios.filter(pl.col("out") <= SLOW)
+    # In a ring what comes in is as slow as what goes out, whatever the cause.
+    pairs = held.filter(pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]))
+    return any(
+        len(ratio) >= MIN_OPERATORS and float(ratio.median()) <= SLOW  # type: ignore[arg-type]
+        for ratio in (pairs["into"].drop_nulls(), held["beside"].drop_nulls())
+    )
 
 
 def _held(aligned: pl.DataFrame) -> pl.DataFrame:

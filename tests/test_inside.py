@@ -161,3 +161,27 @@ def test_a_port_that_sends_and_receives_slowly_is_held_up_by_its_machine(
     (item,) = behind_ports(exchanges.filter(received | (pl.col("direction") == "tx")), [port])
     assert (item.scope, item.node, item.nic) == named
     assert item.kind == ("intra-node-slow" if named[0] == "node" else "nic-slow")
+
+
+@pytest.mark.parametrize(("other", "named"), [(100.0, ("node", None)), (390.0, ("nic", "mlx5_0"))])
+def test_a_machine_all_ports_of_which_send_slowly_in_rings_is_slow_behind_them(
+    other: float, named: tuple[str, str | None]
+) -> None:
+    rows = [
+        {"level": "flow", "node": node, "nic": nic, "peer_node": NODES[(rank + 1) % 4], "peer_nic": nic}
+        | {
+            "direction": "tx",
+            "kind": "AllReduce",
+            "comm_id": "00-4",
+            "step": step,
+            "start_ns": step * 10 * MS,
+        }
+        | {"burst_gbps": 400.0 if node != "b" else 100.0 if nic == "mlx5_0" else other}
+        for step in range(OPERATORS)
+        for rank, node in enumerate(NODES)
+        for nic in NICS
+    ]
+    frame = pl.DataFrame(rows, schema_overrides={name: STEP[name] for name in rows[0]})
+    port = Finding("nic-slow", "nic", "nic", 0.9, 4.0, 0, 1000 * MS, [], node="b", nic="mlx5_0")
+    (item,) = behind_ports(pl.concat([pl.DataFrame(schema=STEP), frame], how="diagonal"), [port])
+    assert (item.scope, item.nic) == named
