@@ -129,9 +129,8 @@ class _Timeline:
     def _places(self, finding: Finding) -> list[int]:
         """The tracks of what a finding accuses."""
         scope, node = finding.scope, finding.node
-        nodes = {"node": [node], "link": [node, finding.peer_node], "group": finding.nodes or []}.get(
-            scope, []
-        )
+        accused: dict[str, list[str | None]] = {"node": [node], "link": [node, finding.peer_node]}
+        nodes = accused.get(scope, list(finding.nodes or []) if scope == "group" else [])
         return [
             track
             for (what, *of), track in self._tracks.items()
