@@ -15,18 +15,27 @@ from rich.text import Text
 
 from pulse_bpf import __version__
 from pulse_bpf.arguments import at_least_one, seconds, window
-from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, PulseError, UsageError
+from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE, PulseError, UsageError
 from pulse_bpf.output import write
 
 if TYPE_CHECKING:
     from pulse_bpf.check import Check
     from pulse_bpf.watch import Selection
 
-_EXAMPLES = """examples:
-  pulse check                              can this host record?
-  pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
-  pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
-  pulse analyze rec                        who is at fault, and why
+_EPILOG = f"""examples:
+  pulse check                        can this host record?
+  pulse record --all -d 10 -o rec    every process that maps an NCCL, 10 s
+  pulse record -p 4711 -o rec        one process and its children, until Ctrl-C
+  pulse analyze rec                  who is at fault, and why
+  pulse export rec --format perfetto -o rec.pftrace    a timeline for ui.perfetto.dev
+
+exit status:
+  {OK}   done, whatever was found
+  {PARTIAL}   done in part
+  {USAGE}   wrong usage
+  {HOST}   this host lacks something
+  {NO_DATA}   no usable data
+  {ANOMALY}  analyze --exit-code: an anomaly
 """
 
 _notices = Console(stderr=True)
@@ -34,7 +43,7 @@ _notices = Console(stderr=True)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb and returns its exit status; a PulseError or Ctrl-C becomes one line on stderr."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return int(arguments.func(arguments))
     except PulseError as error:
@@ -47,16 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         return PARTIAL
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; from it come also the manual page and the completions of shells."""
+    pulse = argparse.ArgumentParser(
         prog="pulse",
         description="Finds the machine, part or network that makes a running training job slow.",
-        epilog=_EXAMPLES,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"pulse {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    pulse.add_argument("--version", action="version", version=f"pulse {__version__}")
+    pulse.add_argument("--debug", action="store_true", help="show tracebacks")
+    verbs = pulse.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     check = verbs.add_parser("check", help="can this host record, and if not what to do")
     check.add_argument("--json", action="store_true", help="for scripts and bug reports")
@@ -127,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     export_cli.add_commands(verbs)
     nic_cli.add_commands(verbs)
     lab_cli.add_commands(verbs)
-    return parser
+    return pulse
 
 
 def _check(arguments: argparse.Namespace) -> int:
