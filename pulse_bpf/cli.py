@@ -174,6 +174,7 @@ def _record(arguments: argparse.Namespace) -> int:
     else:
         hosts = [this_host(_selection(arguments), arguments.tap)]
 
+    from pulse_bpf.pace import summary
     from pulse_bpf.session import record
     from pulse_bpf.sources import Wanted
 
@@ -194,13 +195,8 @@ def _record(arguments: argparse.Namespace) -> int:
     outcome = record(
         hosts, arguments.seconds, arguments.output, wanted, arguments.wait, arguments.detail, _notices
     )
-    _notices.print(
-        f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
-        f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    for line in summary(outcome.seconds, outcome.rows, outcome.lost, arguments.output):
+        _notices.print(line, highlight=False, soft_wrap=True)
     return outcome.exit_status
 
 
