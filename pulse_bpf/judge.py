@@ -33,7 +33,7 @@ def judge(directories: Sequence[Path], window: Window | None, console: Console) 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(20),
-        TaskProgressColumn(show_speed=True),
+        TaskProgressColumn(),
         TimeRemainingColumn(compact=True),
         TextColumn("[yellow]{task.fields[losses]}"),
     )
@@ -41,17 +41,14 @@ def judge(directories: Sequence[Path], window: Window | None, console: Console) 
         task = progress.add_task("reading tables", total=None, losses="")
         recording = load(directories)
         progress.update(task, description="finding whose traffic", losses=_losses(recording))
-        seen = 0
 
         def on_read(rows: int) -> None:
-            nonlocal seen
-            seen += rows
-            rate = seen / max(progress.tasks[task].elapsed or 0, 0.001)
+            rate = progress.tasks[task].speed or 0.0
             progress.update(
                 task,
                 description=f"cutting operators, {rate / 1e6:.1f} M samples/s",
                 total=recording.samples.rows,
-                completed=seen,
+                advance=rows,
                 losses=_losses(recording),
             )
 

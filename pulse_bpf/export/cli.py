@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import polars as pl
 from rich.console import Console
 
 from pulse_bpf.arguments import window
@@ -14,6 +13,8 @@ from pulse_bpf.errors import OK, PARTIAL, UsageError
 from pulse_bpf.output import write
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from pulse_bpf.judge import Judged
 
 TABLES = ("operators", "findings")

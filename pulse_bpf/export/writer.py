@@ -8,8 +8,8 @@ from typing import IO, Any
 
 from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as proto
 
-# What is collected before it is compressed and written.
-CHUNK_BYTES = 512 * 1024
+# So many are collected, which takes about 1 MB, before they are compressed and written.
+CHUNK_PACKETS = 10_000
 _SEQUENCE = 1
 _NEEDS_STATE = proto.TracePacket.SEQ_NEEDS_INCREMENTAL_STATE
 _EXPLICIT = proto.TrackDescriptor.EXPLICIT
@@ -24,18 +24,14 @@ class TraceWriter:
 
     def __init__(self, file: IO[bytes], first_ns: int) -> None:
         self._file = file
-        self._held: list[bytes] = []
-        self._held_bytes = 0
+        self._held = proto.Trace()
         self._tracks = 0
         self._ids: dict[tuple[str, str], int] = {}
-        self._packet = proto.TracePacket()
         packet = self._begun(proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED)
         packet.trace_packet_defaults.timestamp_clock_id = proto.BUILTIN_CLOCK_REALTIME
-        self._add(packet)
         packet = self._begun()
         packet.clock_snapshot.primary_trace_clock = proto.BUILTIN_CLOCK_REALTIME
         packet.clock_snapshot.clocks.add(clock_id=proto.BUILTIN_CLOCK_REALTIME, timestamp=first_ns)
-        self._add(packet)
 
     def track(self, name: str, parent: int = 0, unit: str = "", description: str = "") -> int:
         """A new track below `parent` (0: none), a counter where it has a `unit`; its children keep their order."""
@@ -50,7 +46,6 @@ class TraceWriter:
             track.description = description
         if unit:
             track.counter.unit_name = unit
-        self._add(packet)
         return self._tracks
 
     def slice(
@@ -67,7 +62,6 @@ class TraceWriter:
         packet = self._begun()
         packet.timestamp = last_ns
         packet.track_event.type, packet.track_event.track_uuid = proto.TrackEvent.TYPE_SLICE_END, track
-        self._add(packet)
 
     def instant(self, track: int, t_ns: int, name: str, arguments: Mapping[str, Any]) -> None:
         self._event(track, t_ns, proto.TrackEvent.TYPE_INSTANT, name, arguments)
@@ -79,14 +73,13 @@ class TraceWriter:
         event = packet.track_event
         event.type, event.track_uuid = proto.TrackEvent.TYPE_COUNTER, track
         event.double_counter_value = value
-        self._add(packet)
 
     def close(self) -> None:
-        if not self._held:
-            return
-        packet = proto.TracePacket(compressed_packets=zlib.compress(b"".join(self._held)))
-        self._file.write(proto.Trace(packet=[packet]).SerializeToString())
-        self._held, self._held_bytes = [], 0
+        packed = zlib.compress(self._held.SerializeToString())
+        self._file.write(
+            proto.Trace(packet=[proto.TracePacket(compressed_packets=packed)]).SerializeToString()
+        )
+        self._held = proto.Trace()
 
     def _event(
         self,
@@ -117,7 +110,6 @@ class TraceWriter:
                 note.double_value = value
             else:
                 note.string_value_iid = self._interned(packet, "debug_annotation_string_values", str(value))
-        self._add(packet)
 
     def _interned(self, packet: Any, table: str, text: str) -> int:
         """The number that stands for `text` from now on; `packet` introduces it when it is new."""
@@ -132,13 +124,7 @@ class TraceWriter:
         return number
 
     def _begun(self, state: int = _NEEDS_STATE) -> Any:
-        self._packet.Clear()
-        self._packet.trusted_packet_sequence_id = _SEQUENCE
-        self._packet.sequence_flags = state
-        return self._packet
-
-    def _add(self, packet: Any) -> None:
-        self._held.append(proto.Trace(packet=[packet]).SerializeToString())
-        self._held_bytes += len(self._held[-1])
-        if self._held_bytes >= CHUNK_BYTES:
+        """A new packet at the end of the trace."""
+        if len(self._held.packet) >= CHUNK_PACKETS:
             self.close()
+        return self._held.packet.add(trusted_packet_sequence_id=_SEQUENCE, sequence_flags=state)
