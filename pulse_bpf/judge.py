@@ -13,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from pulse_bpf import analysis
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
+from pulse_bpf.analysis.seen import lost_events
 from pulse_bpf.analysis.window import Window
 
 
@@ -60,7 +61,5 @@ def judge(directories: Sequence[Path], window: Window | None, console: Console) 
 
 def _losses(recording: Recording) -> str:
     """What is missing of a recording as far as it was read; nothing where nothing is."""
-    lost = int(recording["coverage"]["lost"].sum())
-    damaged = len(recording.damaged)
-    parts = [f"{lost} events lost"] * (lost > 0) + [f"{damaged} damaged parts"] * (damaged > 0)
-    return ", ".join(parts)
+    counts = {"events lost": lost_events(recording["coverage"]), "damaged parts": len(recording.damaged)}
+    return ", ".join(f"{count} {what}" for what, count in counts.items() if count)

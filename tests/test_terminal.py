@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import polars as pl
 import pytest
 import recordings
 from recordings import Fault
@@ -13,8 +14,9 @@ from terminal import COLOUR, lines, on_terminal
 
 from pulse_bpf.analysis.findings import Finding, Findings
 from pulse_bpf.analysis.text import render
-from pulse_bpf.errors import OK
+from pulse_bpf.errors import OK, PARTIAL
 from pulse_bpf.pace import Pace, summary
+from pulse_bpf.schema import conform
 
 ANALYZE = [sys.executable, "-m", "pulse_bpf", "analyze"]
 
@@ -35,6 +37,21 @@ def test_analyze_shows_progress_and_then_the_verdict(slow: Path) -> None:
     assert not any("comparing" in line for line in shown[verdict:])
     assert max(map(len, shown)) <= 100
     assert COLOUR.search(written)
+
+
+def test_analyze_shows_what_is_lost(tmp_path: Path) -> None:
+    tables = recordings.tables(recordings.run(steps=4))
+    coverage = pl.DataFrame(
+        {"node": ["node0", "node1"], "source": "packets", "first_ns": 0, "last_ns": 1, "lost": 7}
+    )
+    directory = recordings.write(tmp_path / "rec", {**tables, "coverage": conform(coverage, "coverage")})
+    (directory / "events").mkdir()
+    (directory / "events/000000.parquet").write_bytes(b"PAR1nonsense")
+    status, written = on_terminal([*ANALYZE, directory])
+    assert status == PARTIAL
+    assert any(
+        line.startswith("comparing") and "7 events lost, 1 damaged parts" in line for line in lines(written)
+    )
 
 
 def test_no_color_is_respected(slow: Path) -> None:
