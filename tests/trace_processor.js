@@ -25,7 +25,8 @@ function write(bytes) {
 }
 
 const worker = vm.createContext({
-    TextDecoder, TextEncoder, URL, XMLHttpRequest, performance, crypto, setTimeout,
+    TextDecoder, TextEncoder, URL, XMLHttpRequest, performance, setTimeout,
+    crypto: require("crypto").webcrypto,
     WorkerGlobalScope: class {},
     location: { href: "file:///" },
     console: { log() {}, warn() {}, error: console.error },
