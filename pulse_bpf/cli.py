@@ -128,6 +128,7 @@ def parser() -> argparse.ArgumentParser:
         help="only that time: from the start, as 2s..5s or 500ms.., or in ns since the Unix epoch",
     )
     analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
+    analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
     analyze.set_defaults(func=_analyze)
 
     from pulse_bpf import nic_cli
@@ -217,12 +218,16 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 def _analyze(arguments: argparse.Namespace) -> int:
     from pulse_bpf.analysis.text import explain, render
     from pulse_bpf.judge import judge
+    from pulse_bpf.store import write_file
 
-    findings = judge(arguments.recordings, arguments.window, _notices).findings
+    judged = judge(arguments.recordings, arguments.window, _notices)
+    findings = judged.findings
     if arguments.explain:
         write(explain(findings, arguments.explain))
     else:
         write(findings.to_json() if arguments.json else render(findings, arguments.top))
+    if arguments.operators:
+        write_file(arguments.operators, judged.operators.write_parquet)
     if arguments.exit_code and findings.verdict == "anomaly":
         return ANOMALY
     return PARTIAL if findings.coverage["damaged_parts"] else OK

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import polars as pl
 import pytest
 import recordings
 from recordings import Fault
@@ -65,6 +66,11 @@ def test_a_finding_is_explained_with_what_was_measured(tmp_path: Path) -> None:
         assert f"--top: {wrong} is no number from 1 on" in refused.stderr
 
 
+def test_operators_are_written_as_parquet(healthy: Path, tmp_path: Path) -> None:
+    assert _analyze(healthy, "--operators", tmp_path / "ops.parquet").returncode == OK
+    assert pl.read_parquet(tmp_path / "ops.parquet").filter(pl.col("end_ns").is_not_null()).height > 0
+
+
 def test_a_damaged_part_makes_the_work_partial(healthy: Path) -> None:
     (healthy / "port_samples").mkdir()
     (healthy / "port_samples/000000.parquet").write_bytes(b"PAR1nonsense")
@@ -107,6 +113,14 @@ def test_exit_code_tells_an_anomaly(tmp_path: Path) -> None:
     directory = recordings.write(tmp_path / "rec", slow)
     assert _analyze(directory, "--exit-code").returncode == ANOMALY
     assert _analyze(directory).returncode == OK
+
+
+def test_operators_that_cannot_be_written_leave_the_verdict(healthy: Path) -> None:
+    result = _analyze(healthy, "--operators", "/dev/full/ops.parquet")
+    assert result.returncode == HOST
+    assert result.stdout.startswith("Verdict: HEALTHY")
+    assert "cannot" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(("sink", "status"), [("| true", OK), (">/dev/full", HOST)])
