@@ -4,7 +4,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: demo test long accuracy setup setup-tests clean
+.PHONY: demo test long accuracy man setup setup-tests clean
 
 demo: setup
 	$(PYTHON) scripts/demo.py
@@ -18,6 +18,11 @@ long: setup-tests
 # The verdict on each fault of a real job, ten times, and on ten healthy runs; goes on where it was interrupted.
 accuracy: setup
 	$(PYTHON) benchmarks/lab_faults.py -o .lab-faults
+
+# The manual page pulse(8) and completions of bash and zsh, from the command line's own definition, below PREFIX/share.
+PREFIX := build
+man: setup
+	$(PYTHON) scripts/manual.py $(PREFIX)
 
 setup:
 	scripts/setup.sh $(VENV)

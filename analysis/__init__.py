@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -11,6 +11,7 @@ from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
+from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
 __all__ = ["Findings", "Window", "analyze", "conclude", "measure", "operators"]
@@ -30,8 +31,13 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
     return measure(load(dirs))[0]
 
 
-def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The operators table, and the owners of all QPs (attribute.FLOWS)."""
+def measure(
+    recording: Recording, on_read: Callable[[int], object] | None = None
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The operators table, and the owners of all QPs (attribute.FLOWS).
+
+    `on_read` is told how many samples were read, batch after batch.
+    """
     flows = attribute.flows(recording)
     called, sent = segment.program(recording["ops"])
     covered = attribute.covered(recording)
@@ -43,9 +49,16 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
             recording.samples.unlisted,
             covered,
         )
-        for nodes, segments in stream.segment(recording.samples.batches(), flows, called, sent, covered)
+        for nodes, segments in stream.segment(_read(recording, on_read), flows, called, sent, covered)
     ]
     return metrics.in_order(parts), flows
+
+
+def _read(recording: Recording, on_read: Callable[[int], object] | None) -> Iterator[Batch]:
+    for batch in recording.samples.batches():
+        yield batch
+        if on_read:
+            on_read(batch.rows.height)
 
 
 def conclude(

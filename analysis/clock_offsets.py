@@ -36,6 +36,7 @@ TIMES = {
         "first_stall_ns",
     ),
     "events": ("t_ns",),
+    "samples": ("t_ns",),
     "port_counters": ("t_ns",),
     "coverage": ("first_ns", "last_ns"),
     "processes": ("start_ns", "gone_ns"),

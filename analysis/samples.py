@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 class _Part:
     """Rows of samples, in a file or in `frame`: `nodes` they are of, bounds of their times, whether there are any.
 
-    `constants` are columns with the one value that they have in all rows. In a `plain` part no row lacks its flow or
+    `constants` are columns with the one value that they have in all `rows`. In a `plain` part no row lacks its flow or
     what it is about.
     """
 
@@ -58,6 +58,7 @@ class _Part:
     last_ns: int
     constants: dict[str, Any]
     plain: bool
+    rows: int
 
 
 class Samples:
@@ -126,6 +127,11 @@ class Samples:
         )
         best = seen.sort("bin_ns", "source").unique(PORT, keep="first", maintain_order=True)
         return best.select(*PORT, "source")
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are, those of sources that are not read as well."""
+        return sum(part.rows for part in self._parts)
 
     @property
     def start_ns(self) -> int:
@@ -274,6 +280,7 @@ class Samples:
             times["last"][0],
             {name: complete[name][0] for name in ("source", "bin_ns") if complete[name].n_unique() == 1},
             plain=False,
+            rows=complete.height,
         )
 
     def _with_flows(self, rows: pl.DataFrame) -> pl.DataFrame:
@@ -332,7 +339,9 @@ def _by_footer(path: Path) -> _Part | None:
     plain = all(name in bounds and bounds[name][2] == 0 for name in (*ESSENTIAL, "flow"))
     if plain:
         plain = (bounds["bin_ns"][0] or 0) > 0 and set(bounds["direction"][:2]) <= set(WAYS)
-    return _Part(path, pl.DataFrame(schema=SAMPLES), nodes, *bounds["t_ns"][:2], constants, plain)
+    return _Part(
+        path, pl.DataFrame(schema=SAMPLES), nodes, *bounds["t_ns"][:2], constants, plain, meta.num_rows
+    )
 
 
 def _read_nodes(path: Path) -> list[str]:

@@ -82,7 +82,6 @@ def coverage_of(
     reasons = unattributed.group_by("reason").agg(pl.col("bytes").sum()).sort("reason")
     expected = aligned.filter(pl.col("level") == "flow", pl.col("expected_bytes") > 0)
     earlier = expected.filter(pl.col("op_seq") < pl.col("op_seq").max().over("node", "pid", "comm_id"))
-    lost = tables["coverage"].group_by("node", "source").agg(pl.col("lost").max())
     judged, why = _judged(aligned)
     return {
         "nodes": tables["nodes"]["node"].unique().sort().to_list(),
@@ -100,10 +99,14 @@ def coverage_of(
         "operators_without_traffic": aligned.filter(pl.col("level") == "call", "covered").height,
         "judged_share": judged,
         "not_judged": why,
-        # Readers that cannot tell which port lost repeat their total in each row, so the largest is it.
-        "lost": int(lost.group_by("source").agg(pl.col("lost").max())["lost"].sum()),
+        "lost": lost_events(tables["coverage"]),
         "damaged_parts": damaged,
     }
+
+
+def lost_events(coverage: pl.DataFrame) -> int:
+    """How many events were lost: readers that cannot tell which port lost repeat their total in each row."""
+    return int(coverage.group_by("source").agg(pl.col("lost").max())["lost"].sum())
 
 
 def _moved(aligned: pl.DataFrame) -> pl.DataFrame:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,19 +14,28 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_bpf import __version__
-from pulse_bpf.errors import ANOMALY, HOST, OK, PARTIAL, HostError, PulseError, UsageError
+from pulse_bpf.arguments import at_least_one, seconds, window
+from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE, PulseError, UsageError
 from pulse_bpf.output import write
 
 if TYPE_CHECKING:
-    from pulse_bpf.analysis import Window
     from pulse_bpf.check import Check
     from pulse_bpf.watch import Selection
 
-_EXAMPLES = """examples:
-  pulse check                              can this host record?
-  pulse record --all -d 10 -o rec     every process that maps an NCCL, 10 s
-  pulse record -p 4711 -o rec         one process and its children, until Ctrl-C
-  pulse analyze rec                        who is at fault, and why
+_EPILOG = f"""examples:
+  pulse check                        can this host record?
+  pulse record --all -d 10 -o rec    every process that maps an NCCL, 10 s
+  pulse record -p 4711 -o rec        one process and its children, until Ctrl-C
+  pulse analyze rec                  who is at fault, and why
+  pulse export rec --format perfetto -o rec.pftrace    a timeline for ui.perfetto.dev
+
+exit status:
+  {OK}   done, whatever was found
+  {PARTIAL}   done in part
+  {USAGE}   wrong usage
+  {HOST}   this host lacks something
+  {NO_DATA}   no usable data
+  {ANOMALY}  analyze --exit-code: an anomaly
 """
 
 _notices = Console(stderr=True)
@@ -35,7 +43,7 @@ _notices = Console(stderr=True)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb and returns its exit status; a PulseError or Ctrl-C becomes one line on stderr."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
         return int(arguments.func(arguments))
     except PulseError as error:
@@ -48,16 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         return PARTIAL
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; from it come also the manual page and the completions of shells."""
+    pulse = argparse.ArgumentParser(
         prog="pulse",
         description="Finds the machine, part or network that makes a running training job slow.",
-        epilog=_EXAMPLES,
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"pulse {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    verbs = parser.add_subparsers(metavar="VERB", required=True)
+    pulse.add_argument("--version", action="version", version=f"pulse {__version__}")
+    pulse.add_argument("--debug", action="store_true", help="show tracebacks")
+    verbs = pulse.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     check = verbs.add_parser("check", help="can this host record, and if not what to do")
     check.add_argument("--json", action="store_true", help="for scripts and bug reports")
@@ -111,10 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     shape = analyze.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="the findings as JSON")
     shape.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
-    analyze.add_argument("--top", type=_at_least_one, metavar="N", help="only the N most probable findings")
+    analyze.add_argument("--top", type=at_least_one, metavar="N", help="only the N most probable findings")
     analyze.add_argument(
         "--window",
-        type=_window,
+        type=window,
         metavar="A..B",
         help="only that time: from the start, as 2s..5s or 500ms.., or in ns since the Unix epoch",
     )
@@ -123,19 +132,13 @@ def _parser() -> argparse.ArgumentParser:
     analyze.set_defaults(func=_analyze)
 
     from pulse_bpf import nic_cli
+    from pulse_bpf.export import cli as export_cli
     from pulse_bpf.lab import cli as lab_cli
 
+    export_cli.add_commands(verbs)
     nic_cli.add_commands(verbs)
     lab_cli.add_commands(verbs)
-    return parser
-
-
-def seconds(text: str) -> float:
-    """A length of time as an argument: a number above 0."""
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("must be more than 0")
-    return value
+    return pulse
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -172,6 +175,7 @@ def _record(arguments: argparse.Namespace) -> int:
     else:
         hosts = [this_host(_selection(arguments), arguments.tap)]
 
+    from pulse_bpf.pace import summary
     from pulse_bpf.session import record
     from pulse_bpf.sources import Wanted
 
@@ -192,13 +196,8 @@ def _record(arguments: argparse.Namespace) -> int:
     outcome = record(
         hosts, arguments.seconds, arguments.output, wanted, arguments.wait, arguments.detail, _notices
     )
-    _notices.print(
-        f"recorded {outcome.seconds:.1f} s into {arguments.output}: {outcome.rows.get('ops', 0)} operators, "
-        f"{outcome.rows.get('samples', 0)} samples, {outcome.lost} events lost",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    for line in summary(outcome.seconds, outcome.rows, outcome.lost, arguments.output):
+        _notices.print(line, highlight=False, soft_wrap=True)
     return outcome.exit_status
 
 
@@ -216,58 +215,19 @@ def _selection(arguments: argparse.Namespace) -> Selection:
     return Selection(pids, arguments.all, arguments.job, arguments.container)
 
 
-def _at_least_one(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
-    return int(text)
-
-
-_UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000}
-
-
-def _window(text: str) -> Window:
-    from pulse_bpf.analysis import Window
-
-    begin, dots, end = text.partition("..")
-    if not dots:
-        raise argparse.ArgumentTypeError(f"{text} is not A..B, for example 2s..5s")
-    return Window(_moment(begin), _moment(end))
-
-
-def _moment(text: str) -> int | None:
-    """As window.Window has a moment: ns from the start, or since the epoch; None where nothing is said."""
-    if not text:
-        return None
-    if text.isdecimal() and len(text) >= 19:
-        return int(text)
-    number = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m)", text)
-    if number is None:
-        units = ", ".join(_UNITS_NS)
-        raise argparse.ArgumentTypeError(
-            f"{text} is no time: a number of {units}, or ns since the Unix epoch"
-        )
-    return round(float(number[1]) * _UNITS_NS[number[2]])
-
-
 def _analyze(arguments: argparse.Namespace) -> int:
-    from polars.exceptions import PolarsError
-
-    from pulse_bpf import analysis
-    from pulse_bpf.analysis.load import load
     from pulse_bpf.analysis.text import explain, render
+    from pulse_bpf.judge import judge
+    from pulse_bpf.store import write_file
 
-    recording = load(arguments.recordings)
-    operators, flows = analysis.measure(recording)
-    findings = analysis.conclude(recording, operators, flows, arguments.window)
+    judged = judge(arguments.recordings, arguments.window, _notices)
+    findings = judged.findings
     if arguments.explain:
         write(explain(findings, arguments.explain))
     else:
         write(findings.to_json() if arguments.json else render(findings, arguments.top))
     if arguments.operators:
-        try:
-            operators.write_parquet(arguments.operators)
-        except (OSError, PolarsError) as error:
-            raise HostError(f"cannot write {arguments.operators}", str(error).splitlines()[0]) from error
+        write_file(arguments.operators, judged.operators.write_parquet)
     if arguments.exit_code and findings.verdict == "anomaly":
         return ANOMALY
     return PARTIAL if findings.coverage["damaged_parts"] else OK

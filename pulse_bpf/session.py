@@ -21,6 +21,7 @@ from pulse_bpf.nic import Tables, Tap, qpc
 from pulse_bpf.nic.identity import read_nics
 from pulse_bpf.nic.nldev import Nldev
 from pulse_bpf.nic.qps import QpTable
+from pulse_bpf.pace import Pace
 from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.schema import NICS, NODES, STR, U32, conform
 from pulse_bpf.sources import Sources, Wanted
@@ -121,6 +122,7 @@ class Recording:
         )
         self._tell(console)
         shown = self._warn_since(0, console)
+        pace = Pace(seconds)
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
@@ -136,7 +138,7 @@ class Recording:
                 self._observe_queue_pairs()
                 settled_ns = time.monotonic_ns() - int(SETTLE_S * 1e9)
                 self._store([self._read_calls(settled_ns), *self._sources.read()])
-                status.update(self._progress(rotated - started))
+                status.update(pace.line(rotated - started, self.outcome.rows, self.outcome.lost))
                 if self._is_over():
                     self._warn(["every recorded process ended, and the recording with them"])
                 self._tell(console)
@@ -301,13 +303,6 @@ class Recording:
     def _now_ns(self) -> int:
         """Wall clock as the recording has it: a step of this host's clock under way changes nothing."""
         return time.monotonic_ns() + self._offset_ns
-
-    def _progress(self, elapsed_s: float) -> str:
-        rows = self.outcome.rows
-        return (
-            f"{elapsed_s:.0f} s  {rows.get('ops', 0)} operators  {rows.get('samples', 0)} samples  "
-            f"{self.outcome.lost} lost"
-        )
 
 
 def _nothing(selection: Selection) -> AttachError:

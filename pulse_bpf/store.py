@@ -108,17 +108,34 @@ class RecordingWriter:
         )
 
     def _atomically(self, path: Path, write: Callable[[Path], object]) -> None:
-        temporary = path.with_name(path.name + ".tmp")
         with _explained(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                write(temporary)
-                _fsync(temporary)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-            temporary.rename(path)
-            _fsync(path.parent)
+            _replace(path, write)
+
+
+def write_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Makes the file `path`, and its directory: `write` fills the path that it is given. Nobody ever meets half of it.
+
+    A device or pipe, as /dev/null is, is written into as it is. HostError when the disk is full or refuses.
+    """
+    with _explained(path):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            write(path)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _replace(path.resolve(), write)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        write(temporary)
+        _fsync(temporary)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    temporary.rename(path)
+    _fsync(path.parent)
 
 
 def _check_unused(root: Path) -> None:
@@ -151,5 +168,5 @@ def _explained(root: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             advice = "Free some space or choose another disk with -o"
         else:
-            advice = "Choose another directory with -o"
+            advice = "Choose another place with -o"
         raise HostError(f"cannot write to {root}", error.strerror or str(error), advice) from error

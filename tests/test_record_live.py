@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 from live import Target, compiled, entry_bytes, real_nccl, running
+from terminal import COLOUR, lines, on_terminal
 
 from pulse_bpf.elf import Elf
 from pulse_bpf.errors import NO_DATA, OK, PARTIAL, USAGE
@@ -74,6 +76,20 @@ def called_as_paced(target: Target) -> None:
     assert wrong == 0
     assert called == pytest.approx(elapsed_ns * CALLS_PER_S / 1e9, abs=0.1 * CALLS_PER_S)
     assert target.end() == 0
+
+
+def test_a_terminal_shows_how_it_goes(caller: list[str | Path], tmp_path: Path) -> None:
+    with running(caller) as target:
+        target.begin(f"0 {CALLS_PER_S}")
+        command = [*PULSE, "record", "-p", str(target.pid), "-d", "2", "-o", tmp_path / "rec"]
+        _, written = on_terminal(command, NO_COLOR="1")
+    shown = lines(written)
+    assert any(
+        re.search(r"1 of 2 s  .* operators \(.*/s\)  0 samples \(0/s\)  0 lost", line) for line in shown
+    )
+    assert shown[-2].strip() == f"next: pulse analyze {tmp_path / 'rec'}"
+    assert re.search(r"recorded [\d.]+ s: [\d,]+ operators, 0 samples, 0 events lost", shown[-3])
+    assert not COLOUR.search(written)
 
 
 def test_a_killed_recording_keeps_what_it_had_and_leaves_nothing_armed(

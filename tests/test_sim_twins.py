@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from test_sim_scenarios import CLUSTER, END_NS, RECORD_NS, prepared
 
+from pulse_bpf.lab.sim import engine
 from pulse_bpf.lab.sim.model import (
     CALL_TIMES,
+    CLOCK,
     COUNTER,
     EVENT,
     MOVED,
@@ -20,9 +22,10 @@ from pulse_bpf.lab.sim.model import (
     Floats,
     Result,
     Seen,
+    Settings,
 )
 from pulse_bpf.lab.sim.situation import Prepared
-from pulse_bpf.lab.sim.twins import alike, effect
+from pulse_bpf.lab.sim.twins import alike, compared, effect
 
 
 def ran(durations_ns: Floats, starts_ns: Floats | float = RECORD_NS) -> Result:
@@ -80,6 +83,27 @@ def test_a_job_that_stands_still_has_no_length() -> None:
     tasks["end_ns"] = 0.5 * END_NS
     assert effect(what.faults[0], replace(usual, task_times=tasks), usual, what, CLUSTER) is None
     assert effect(what.faults[0], usual, usual, what, CLUSTER) == 1
+
+
+@pytest.mark.parametrize(("scenario", "severity", "shorter"), [("nic-slow", 4, True), ("nic-down", 1, False)])
+def test_the_healthy_twin_ends_with_what_the_faulty_job_came_to(
+    scenario: str, severity: float, shorter: bool
+) -> None:
+    what, usual = prepared(scenario, "fsdp", severity=severity), prepared("healthy", "fsdp")
+    settings = Settings(1, END_NS, RECORD_NS, 32_000, np.zeros(CLUSTER.nodes, CLOCK))
+
+    def run(of: Prepared, awaited: engine.Awaited | None = None) -> Result:
+        return engine.run(of.network, of.job, of.calls, of.incident, settings, CLUSTER, awaited)
+
+    faulty, whole = run(what), run(usual)
+    awaited = engine.Awaited(usual.calls)
+    awaited.tell(compared(what.faults, faulty, what, CLUSTER))
+    part = run(usual, awaited)
+    assert (part.ended_ns < 0.7 * whole.ended_ns) is shorter
+    ends = part.call_times["end_ns"]
+    assert ends[np.isfinite(ends)].tolist() == whole.call_times["end_ns"][np.isfinite(ends)].tolist()
+    for fault in what.faults:
+        assert effect(fault, faulty, part, what, CLUSTER) == effect(fault, faulty, whole, what, CLUSTER)
 
 
 def curve(factor: float) -> Array:

@@ -1,6 +1,7 @@
 /* The events in their order, and what the other parts share. */
 #include "engine.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -275,6 +276,16 @@ static void tear_down(struct engine *e) {
         free(all[n]);
 }
 
+static int settled(struct engine *e) {
+    const struct inputs *in = e->in;
+    if (!__atomic_load_n(in->told, __ATOMIC_ACQUIRE))
+        return 0;
+    while (e->settled < in->calls_count &&
+           (!in->awaited[e->settled] || !isnan(e->out->call_times[e->settled].end_ns)))
+        e->settled++;
+    return e->settled == in->calls_count;
+}
+
 /* Runs it all; out->call_times and task_times are the caller's, NaN-filled; the other arrays' memory
  * is the caller's to free with sim_free. Changes links' loss in `in`. */
 void sim_run(struct inputs *in, struct outputs *out) {
@@ -304,8 +315,10 @@ void sim_run(struct inputs *in, struct outputs *out) {
         e->now = due.t_ns;
         out->steps++;
         handle(e, &due);
+        if (due.what == DUE_MILLISECOND && settled(e))
+            break;
     }
-    out->ended_ns = e->now = in->end_ns;
+    out->ended_ns = e->now = e->settled == in->calls_count ? e->now : in->end_ns;
     for (int32_t flow = 0; flow < in->flows_count; flow++)
         advance(e, flow);
     count_counters(e);

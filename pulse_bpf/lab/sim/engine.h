@@ -122,6 +122,7 @@ struct inputs {
     const struct pause_in *pauses;
     const struct background_in *background;
     const struct clock_in *clocks;
+    const uint8_t *awaited, *told; /* calls, once it is told which: when they have ended, so has the run */
     int64_t links_count, flows_count, connections_count, comms_count, tasks_count, calls_count, changes_count,
         pauses_count, background_count;
     int64_t gpu_count, gpus_per_node;
@@ -295,6 +296,7 @@ struct engine {
     struct nic *nics;
     struct kernel **kernels;
     int32_t *call_task, *call_open; /* of a call: its task, kernels that have not ended */
+    int64_t settled;                /* the first call that may be awaited */
     int32_t kernel_count, kernel_capacity;
     int32_t *free_kernels;
     int32_t free_count;

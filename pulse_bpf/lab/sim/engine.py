@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulse_bpf.lab import CACHE
 from pulse_bpf.lab.compiled import compiled
@@ -63,7 +64,7 @@ _COUNTS = ("links", "flows", "connections", "comms", "tasks", "calls", "changes"
 
 class _Inputs(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in _ARRAYS),
+        *((name, ctypes.c_void_p) for name in (*_ARRAYS, "awaited", "told")),
         *((f"{name}_count", ctypes.c_int64) for name in _COUNTS),
         *((name, ctypes.c_int64) for name in ("gpu_count", "gpus_per_node")),
         ("seed", ctypes.c_uint64),
@@ -90,6 +91,18 @@ class _Outputs(ctypes.Structure):
     )
 
 
+class Awaited:
+    """The calls that a run goes on for: all there are until, while it runs already, it is told which."""
+
+    def __init__(self, calls: Array) -> None:
+        self.calls, self.told = np.ones(len(calls), np.uint8), np.zeros(1, np.uint8)
+
+    def tell(self, calls: NDArray[np.bool_]) -> None:
+        """From now on the run ends within a millisecond of the last of `calls`, true where it is awaited."""
+        self.calls[:] = calls
+        self.told[0] = 1
+
+
 @cache
 def library() -> ctypes.CDLL:
     """The engine, compiled if it was not yet. HostError when it cannot be."""
@@ -97,9 +110,15 @@ def library() -> ctypes.CDLL:
 
 
 def run(
-    network: Network, job: Job, calls: Array, incident: Incident, settings: Settings, cluster: Cluster
+    network: Network,
+    job: Job,
+    calls: Array,
+    incident: Incident,
+    settings: Settings,
+    cluster: Cluster,
+    awaited: Awaited | None = None,
 ) -> Result:
-    """Runs `job`, whose `calls` nccl.build has planned, to `settings.end_ns`.
+    """Runs `job`, whose `calls` nccl.build has planned, to `settings.end_ns`, or until all that is `awaited` has ended.
 
     The same arguments give the same result. Links give their payload's share of the line rate, headers taken
     off. HostError when the engine cannot be compiled.
@@ -129,11 +148,14 @@ def run(
         "clocks": settings.clocks,
     }
     given = {name: np.ascontiguousarray(array) for name, array in given.items()}
+    awaited = awaited or Awaited(calls)
     call_times = np.full(len(calls), np.nan, np.dtype([("x", "f8", 3)])).view(CALL_TIMES)
     task_times = np.full(len(job.tasks), np.nan, np.dtype([("x", "f8", 2)])).view(TASK_TIMES)
     inputs = _Inputs(
         **{name: given[name].ctypes.data for name in _ARRAYS},
         **{f"{name}_count": len(given[name]) for name in _COUNTS},
+        awaited=awaited.calls.ctypes.data,
+        told=awaited.told.ctypes.data,
         gpu_count=gpus,
         gpus_per_node=cluster.gpus,
         seed=settings.seed,

@@ -88,8 +88,8 @@ def simulate(
             end_ns=end_ns,
         )
 
-    def run(what: Prepared, settings: Settings = settings) -> Result:
-        return engine.run(what.network, what.job, what.calls, what.incident, settings, cluster)
+    def run(what: Prepared, settings: Settings = settings, awaited: engine.Awaited | None = None) -> Result:
+        return engine.run(what.network, what.job, what.calls, what.incident, settings, cluster, awaited)
 
     faulty = prepared(scenario, chosen.severity if severity is None else severity, onset or chosen.onsets[0])
     found = [asdict(fault) for fault in faulty.faults]
@@ -97,11 +97,15 @@ def simulate(
     elsewhere = moved(faulty)
     with ThreadPoolExecutor() as threads:  # the engine does not hold Python's lock
         running = threads.submit(run, faulty)
-        if not healthy and any(fault.kind not in twins.STOPS for fault in faulty.faults):
+        slowing = [fault for fault in faulty.faults if fault.kind not in twins.STOPS]
+        if not healthy and slowing:
             usual = prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0])
-            # Of the twin only its operators' times are looked at, none of its samples.
-            twin = threads.submit(run, usual, replace(settings, record_ns=end_ns))
+            # Of the twin only its operators' times are looked at, none of its samples; and of operators that the
+            # faulty job has not come to, nothing.
+            awaited = engine.Awaited(usual.calls)
+            twin = threads.submit(run, usual, replace(settings, record_ns=end_ns), awaited)
             neighbour = threads.submit(run, replace(faulty, incident=elsewhere)) if elsewhere else None
+            awaited.tell(twins.compared(slowing, running.result(), faulty, cluster))
             for told, fault in zip(found, faulty.faults, strict=True):
                 if fault.kind not in twins.STOPS:
                     told["effect"] = twins.effect(fault, running.result(), twin.result(), faulty, cluster)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
 from pulse_bpf.lab.sim.faults import Fault
 from pulse_bpf.lab.sim.model import NONE, Cluster, Result, Seen
@@ -13,8 +16,25 @@ from pulse_bpf.lab.sim.situation import Prepared
 _ALIKE = 0.02
 # After these a job stands still, whatever it would have done.
 STOPS = ("hang", "crash", "mismatch")
+# Of a run, for so much at its end a job does nothing that stands still.
+_STANDS_STILL = 0.2
 _QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 _COUNTERS = ("tx_pause_ns", "rx_pause_ns", "cnp_sent", "cnp_handled", "naks_sent", "timeouts", "rx_errors")
+
+
+def compared(
+    faults: Sequence[Fault], faulty: Result, prepared: Prepared, cluster: Cluster
+) -> NDArray[np.bool_]:
+    """The calls whose ends in the healthy run `effect` needs, to be told before that run has ended."""
+    if _idle_ns(faulty) > _STANDS_STILL * faulty.ended_ns:
+        # Whether the job stands still is told by how the healthy one ends.
+        return np.ones(len(prepared.calls), bool)
+    touched = [comm for fault in faults for comm in _touched(fault, prepared, cluster)]
+    started = pl.Series(faulty.call_times["start_ns"]).is_not_nan()
+    calls = pl.DataFrame({"comm": prepared.calls["comm"], "rank": prepared.calls["rank"], "started": started})
+    seq = pl.int_range(pl.len()).over("comm", "rank")
+    begun = pl.col("started").any().over("comm", seq)
+    return np.asarray(calls.select(pl.col("comm").is_in(touched) & begun).to_series())
 
 
 def effect(
@@ -41,7 +61,7 @@ def effect(
     gathered = (
         frame.with_columns(seq=seq, until=pl.col("faulty_end").fill_nan(faulty.ended_ns))
         .filter(pl.col("comm").is_in(_touched(fault, prepared, cluster)))
-        .group_by("comm", "seq")
+        .group_by("comm", "seq", maintain_order=True)
         .agg(
             faulty=pl.col("until").max() - pl.col("faulty_start").min(),
             healthy=pl.col("healthy_end").max() - pl.col("healthy_start").min(),
@@ -61,10 +81,11 @@ def effect(
 
 def _has_stopped(faulty: Result, healthy: Result) -> bool:
     """The job's progress ended long before the run did, and would not have."""
-    idle_ns, usual_ns = (
-        each.ended_ns - float(np.nanmax(each.task_times["end_ns"], initial=0.0)) for each in (faulty, healthy)
-    )
-    return idle_ns > 0.2 * faulty.ended_ns > 2 * usual_ns
+    return _idle_ns(faulty) > _STANDS_STILL * faulty.ended_ns > 2 * _idle_ns(healthy)
+
+
+def _idle_ns(result: Result) -> float:
+    return result.ended_ns - float(np.nanmax(result.task_times["end_ns"], initial=0.0))
 
 
 def _touched(fault: Fault, prepared: Prepared, cluster: Cluster) -> list[int]:

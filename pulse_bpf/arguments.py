@@ -1,0 +1,53 @@
+"""What a single argument of the command line may be."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pulse_bpf.analysis import Window
+
+
+def seconds(text: str) -> float:
+    """A length of time as an argument: a number above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be more than 0")
+    return value
+
+
+def at_least_one(text: str) -> int:
+    """A whole number from 1 on."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
+_UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000}
+
+
+def window(text: str) -> Window:
+    """A part of a recording's time, as A..B: `window.Window` says what A and B may be."""
+    from pulse_bpf.analysis import Window
+
+    begin, dots, end = text.partition("..")
+    if not dots:
+        raise argparse.ArgumentTypeError(f"{text} is not A..B, for example 2s..5s")
+    return Window(_moment(begin), _moment(end))
+
+
+def _moment(text: str) -> int | None:
+    """As window.Window has a moment: ns from the start, or since the epoch; None where nothing is said."""
+    if not text:
+        return None
+    if text.isdecimal() and len(text) >= 19:
+        return int(text)
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m)", text)
+    if number is None:
+        units = ", ".join(_UNITS_NS)
+        raise argparse.ArgumentTypeError(
+            f"{text} is no time: a number of {units}, or ns since the Unix epoch"
+        )
+    return round(float(number[1]) * _UNITS_NS[number[2]])
