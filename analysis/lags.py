@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
-from pulse_bpf.analysis.gradient import is_ring
+from pulse_bpf.analysis.gradient import MAIN
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY, LEAST_BYTES, TWO_SIDED, with_twins
 
@@ -91,7 +91,7 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     )
     ranks = ranks.with_columns(before_ns=_before(far, PROCESS), same_ns=_before(far, COMM))
     ranks = ranks.with_columns(
-        tree=pl.col("comm_id").is_in(_trees(own)) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
+        tree=pl.col("comm_id").is_in(_trees(own).implode()) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
     )
     ranks = ranks.join(_latest_end(own, ranks), on=[*PROCESS, "program_pos"], how="left")
     since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
@@ -193,9 +193,17 @@ def _common_ends(ranks: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _trees(own: pl.DataFrame) -> list[str]:
-    """The communicators whose collectives run over trees."""
-    flows = own.filter(
-        pl.col("level") == "flow", pl.col("bytes") > 0, ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS])
+def _trees(own: pl.DataFrame) -> pl.Series:
+    """The communicators whose collectives run over trees: in a ring each NIC sends to one other node only."""
+    edges = (
+        own.filter(
+            pl.col("level") == "flow",
+            pl.col("direction") == "tx",
+            pl.col("peer_node").is_not_null(),
+            ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
+        )
+        .group_by("comm_id", "node", "nic", "peer_node")
+        .agg(pl.col("bytes").sum())
     )
-    return [str(comm) for (comm,), members in flows.group_by("comm_id") if not is_ring(members)]
+    main = edges.filter(pl.col("bytes") >= MAIN * pl.col("bytes").max().over("comm_id"))
+    return main.filter(pl.len().over("comm_id", "node", "nic") > 1)["comm_id"].unique()
