@@ -103,6 +103,8 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     )
     rows = rows.with_columns(
         bins=pl.col("active_ns") / pl.col("bin_ns"),
+        # Not for how long bytes were seen: a trickle of credits may go on long after an operator's data.
+        busy_ns=pl.min_horizontal("active_ns", pl.col("bytes") * 8 / pl.col("wmed_gbps")),
         # Sizes a factor of 1.4 apart are alike: the parts of an operator depend on the rank.
         size=(pl.coalesce("op_bytes", pl.col("bytes").cast(pl.UInt64)).log(2) * 2).round(),
     )
@@ -148,8 +150,8 @@ def _ceilings(rows: pl.DataFrame, low: pl.DataFrame) -> pl.DataFrame:
     busy = near.join(ceilings.select(*PORT, "gbps"), on=PORT).group_by(PORT)
     at, above = pl.col("low"), pl.col("max_gbps") > OVER * pl.col("gbps")
     shares = busy.agg(
-        share=pl.col("active_ns").filter(at).sum() / pl.col("active_ns").sum(),
-        over=pl.col("active_ns").filter(above).sum() / pl.col("active_ns").sum(),
+        share=pl.col("busy_ns").filter(at).sum() / pl.col("busy_ns").sum(),
+        over=pl.col("busy_ns").filter(above).sum() / pl.col("busy_ns").sum(),
     )
     return ceilings.join(shares, on=PORT)
 
@@ -184,21 +186,24 @@ def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
     """Whether what the port receives in the same operators is as slow: a slow GPU sends and takes at one rate.
 
     In a ring those before a slow port send on in bursts, so the fastest bin counts; where ranks exchange in pairs
-    nobody waits for what comes in, and all that comes in at once counts together.
+    nobody waits for what comes in, and all that comes in at once counts together. What is over in few bins is no slower.
     """
     into = aligned.filter(
         pl.col("level") == "flow",
         pl.col("direction") == "tx",
         pl.col("peer_node") == port["node"],
         pl.col("peer_nic") == port["nic"],
-        pl.col("active_ns") >= MIN_BINS * pl.col("bin_ns"),
+        pl.col("active_ns") > 0,
     ).join(low.filter(_of(port)), on=OPERATOR, how="semi")
-    rates = into.group_by(OPERATOR).agg(
+    data = into.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(OPERATOR))
+    operators = data.group_by(OPERATOR).agg(
         gbps=pl.when(pl.col("kind").first().is_in([*IN_PAIRS, *TWO_SIDED]))
         .then(pl.col("wmed_gbps").sum())
-        .otherwise(pl.col("max_gbps").sum())
-    )["gbps"]
-    return len(rates) > 0 and float((rates <= OVER * port["gbps"]).mean() or 0.0) >= MIN_SHARE
+        .otherwise(pl.col("max_gbps").sum()),
+        judged=(pl.col("active_ns") >= MIN_BINS * pl.col("bin_ns")).all(),
+    )
+    slow = operators.select(((pl.col("gbps") <= OVER * port["gbps"]) & pl.col("judged")).mean()).item()
+    return slow is not None and slow >= MIN_SHARE
 
 
 def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, both: bool) -> Finding:
