@@ -11,6 +11,7 @@ from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
+from pulse_bpf.analysis.port_bursts import port_bursts
 from pulse_bpf.analysis.window import Window
 
 __all__ = ["Findings", "Window", "analyze", "conclude", "measure", "operators"]
@@ -45,7 +46,7 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         for nodes, segments in stream.segment(recording.samples.batches(), flows, called, sent, covered)
     ]
-    return metrics.in_order(parts), flows
+    return metrics.in_order([*parts, port_bursts(recording["port_samples"], parts)]), flows
 
 
 def conclude(

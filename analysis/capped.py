@@ -81,19 +81,16 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     """What each port sends in each operator, with the rate usual there and whether it is constant and low.
 
     Where several flows of a port belong to one operator, they count together. Ports much of whose traffic is of
-    no known operator are left out.
+    no known operator are left out. Where a port's own bins are all that is narrow, what it sent in one go stands for an
+    operator.
     """
     sent = aligned.filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
+    pieces = sent.filter(pl.col("level") == "port")
+    sent = sent.filter(pl.col("level") != "port").join(pieces, on=PORT, how="anti")
     unknown = pl.col("bytes").filter(pl.col("level") == "unattributed").sum()
     every = pl.col("bytes").filter(pl.col("level") != "nic").sum()
     known = sent.group_by(PORT).agg(unknown=unknown / every).filter(pl.col("unknown") <= MAX_UNKNOWN)
-    rows = sent.join(known, on=PORT, how="semi").filter(
-        pl.col("level").is_in(["flow", "nic"]),
-        pl.col("max_gbps") > 0,
-        pl.col("active_ns") > 0,
-        pl.col("start_ns").is_not_null(),
-        pl.col("completion").fill_null(1.0) >= 1 - MAX_UNKNOWN,
-    )
+    rows = sent.join(known, on=PORT, how="semi").filter(pl.col("level").is_in(["flow", "nic"]))
     # Of several flows of one operator each has only a part of the port's rate, which is in their sum's row.
     at_once = [*PORT, "pid", "comm_id", "op_seq"]
     summed = pl.col("level") == "nic"
@@ -101,12 +98,19 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     rows = rows.filter(
         summed | (data & ((data & ~summed).sum().over(at_once) == 1) & ~summed.any().over(at_once))
     )
+    rows = pl.concat([rows, pieces]).filter(
+        pl.col("max_gbps") > 0,
+        pl.col("active_ns") > 0,
+        pl.col("start_ns").is_not_null(),
+        pl.col("completion").fill_null(1.0) >= 1 - MAX_UNKNOWN,
+    )
+    size = pl.coalesce("op_bytes", pl.col("bytes").cast(pl.UInt64))
     rows = rows.with_columns(
         bins=pl.col("active_ns") / pl.col("bin_ns"),
         # Not for how long bytes were seen: a trickle of credits may go on long after an operator's data.
         busy_ns=pl.min_horizontal("active_ns", pl.col("bytes") * 8 / pl.col("wmed_gbps")),
         # Sizes a factor of 1.4 apart are alike: the parts of an operator depend on the rank.
-        size=(pl.coalesce("op_bytes", pl.col("bytes").cast(pl.UInt64)).log(2) * 2).round(),
+        size=pl.when(pl.col("level") != "port").then((size.log(2) * 2).round()),
     )
     alike = ["kind", "nranks", "size"]
     tops = rows.filter(pl.col("bins") >= 2).group_by(*alike, *PORT).agg(pl.col("max_gbps").quantile(0.9))
