@@ -36,6 +36,9 @@ AS_MUCH = 0.5
 MAX_UNKNOWN = 0.15
 # Of a port's operators at the ceiling, those that a slower port holds up, from which it is the other's victim.
 HELD_UP = 0.7
+# Of what a port exchanges, the share of machines of which nothing was seen that leaves none to compare, and that from
+# which they may be what is slow.
+MOSTLY_UNSEEN, LITTLE_UNSEEN = 0.7, 0.3
 OPERATOR = ["comm_id", "kind", "step"]
 
 Port = dict[str, Any]  # node, nic, and what `_ceilings` tells of it
@@ -74,7 +77,11 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
         return []
     if len(found) == 2 and _one_after_the_other(low, *found):
         return [_between(_finding(rows, low, port, True, False) for port in found)]
-    return [_finding(rows, low, port, marks is not None, _takes_slowly(aligned, low, port)) for port in found]
+    return [
+        replace(item, confidence=0.4) if _may_pass_on(aligned, low, port) else item
+        for port in found
+        for item in [_finding(rows, low, port, marks is not None, _takes_slowly(aligned, low, port))]
+    ]
 
 
 def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
@@ -208,6 +215,25 @@ def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
     )
     slow = operators.select(((pl.col("gbps") <= OVER * port["gbps"]) & pl.col("judged")).mean()).item()
     return slow is not None and slow >= MIN_SHARE
+
+
+def _may_pass_on(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
+    """Whether a machine of which nothing was seen may be what makes the port slow: what it sends on, or to whom.
+
+    Not where as much goes to others, nor where what comes in meanwhile is faster.
+    """
+    moved = aligned.filter(_of(port), pl.col("level").is_in(["flow", "traffic"]), pl.col("bytes") > 0)
+    unseen = ~pl.col("peer_node").is_in(aligned["node"].unique().implode())
+    by = moved.group_by("direction").agg(share=pl.col("bytes").filter(unseen).sum() / pl.col("bytes").sum())
+    shares = dict(by.iter_rows())
+    if shares.get("tx", 0.0) > MOSTLY_UNSEEN:
+        return True
+    if shares.get("rx", 0.0) <= LITTLE_UNSEEN:
+        return False
+    into = aligned.filter(_of(port), pl.col("direction") == "rx", pl.col("level").is_in(["flow", "nic", "port"]))
+    into = into.filter(pl.col("start_ns").is_between(low["start_ns"].min(), low["last_byte_ns"].max()))
+    faster = pl.col("max_gbps") > OVER * port["gbps"]
+    return (into.select(pl.col("bytes").filter(faster).sum() / pl.col("bytes").sum()).item() or 0.0) < MIN_SHARE
 
 
 def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, both: bool) -> Finding:
