@@ -36,6 +36,8 @@ AS_MUCH = 0.5
 MAX_UNKNOWN = 0.15
 # Of a port's operators at the ceiling, those that a slower port holds up, from which it is the other's victim.
 HELD_UP = 0.7
+# Of what a port sends in an operator, what must go to receivers that are full for it to be held up by them.
+MOSTLY_FULL = 0.9
 # Of what a port exchanges, the share of machines of which nothing was seen that leaves none to compare, and that from
 # which they may be what is slow.
 MOSTLY_UNSEEN, LITTLE_UNSEEN = 0.7, 0.3
@@ -53,7 +55,7 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
     Assumes that the limit is constant while it lasts. `marks` has how often each node and nic was asked to slow
     down (signals.marks): those were slowed by the network.
     """
-    rows = _rows(aligned)
+    rows = _not_held_up(aligned, _rows(aligned))
     low = rows.filter("low")
     if low.is_empty():
         return []
@@ -135,6 +137,41 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(low=(flat & low).fill_null(False)).sort("start_ns")
 
 
+def _not_held_up(aligned: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """`rows`, not `low` where the receivers are full: who shares their ports sends at a constant part of a rate.
+
+    A receiver is full when the senders of one operator together reach what ports usually send, by more than half
+    of what it would lack if this sender alone were slow. What the senders do at the same time counts.
+    """
+    rows = rows.with_row_index("row")
+    low = rows.filter("low")
+    sent = aligned.filter(
+        pl.col("level") == "flow", pl.col("direction") == "tx", pl.col("step").is_not_null()
+    )
+    sent = sent.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(OPERATOR))
+    to = ["peer_node", "peer_nic"]
+    flows = sent.select(*OPERATOR, *PORT, *to, "bytes", "wmed_gbps", "start_ns", "last_byte_ns")
+    ratio = pl.col("max_gbps") / pl.col("usual_gbps")
+    mine = low.select("row", *OPERATOR, *PORT, "usual_gbps", ratio=ratio).join(flows, on=[*OPERATOR, *PORT])
+    both = mine.join(flows.drop("bytes"), on=[*OPERATOR, *to], suffix="_other")
+    together_ns = pl.min_horizontal("last_byte_ns", "last_byte_ns_other") - pl.max_horizontal(
+        "start_ns", "start_ns_other"
+    )
+    share = (together_ns / (pl.col("last_byte_ns") - pl.col("start_ns"))).clip(0, 1)
+    full = both.group_by("row", *to).agg(
+        pl.col("bytes").first(),
+        lacks=1 - (pl.col("wmed_gbps_other") * share).sum() / pl.col("usual_gbps").first(),
+        least=(1 - pl.col("ratio").first()) / share.sum(),
+        senders=share.sum(),
+    )
+    full = full.with_columns(full=(pl.col("senders") > 1.5) & (pl.col("lacks") < 0.5 * pl.col("least")))
+    held = full.group_by("row").agg(
+        full=pl.col("bytes").filter("full").sum() >= MOSTLY_FULL * pl.col("bytes").sum()
+    )
+    held_up = pl.col("row").is_in(held.filter("full")["row"].implode())
+    return rows.with_columns(low=pl.col("low") & ~held_up).drop("row")
+
+
 def _ceilings(rows: pl.DataFrame, low: pl.DataFrame) -> pl.DataFrame:
     """Per port its ceiling (gbps) over `operators` and `time`, how many are `tight` at it, and what it did meanwhile.
 
@@ -197,17 +234,27 @@ def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
     """Whether what the port receives in the same operators is as slow: a slow GPU sends and takes at one rate.
 
     In a ring those before a slow port send on in bursts, so the fastest bin counts; where ranks exchange in pairs
-    nobody waits for what comes in, and all that comes in at once counts together. What is over in few bins is no slower.
+    nobody waits for what comes in, and all that comes in at once counts together. What takes few bins is no slower.
     """
-    into = aligned.filter(
-        pl.col("level") == "flow",
-        pl.col("direction") == "tx",
-        pl.col("peer_node") == port["node"],
-        pl.col("peer_nic") == port["nic"],
-        pl.col("active_ns") > 0,
-    ).join(low.filter(_of(port)), on=OPERATOR, how="semi")
-    data = into.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(OPERATOR))
-    operators = data.group_by(OPERATOR).agg(
+    own = low.filter(_of(port))
+    pieces = aligned.filter(_of(port), pl.col("level") == "port", pl.col("direction") == "rx")
+    if pieces.is_empty():
+        into = aligned.filter(
+            pl.col("level") == "flow",
+            pl.col("direction") == "tx",
+            pl.col("peer_node") == port["node"],
+            pl.col("peer_nic") == port["nic"],
+            pl.col("active_ns") > 0,
+        ).join(own, on=OPERATOR, how="semi")
+        key = OPERATOR
+    else:
+        # What came in when each piece went out.
+        near = {"strategy": "nearest", "tolerance": int(own["active_ns"].max() or 0) + 1}
+        times = own.select("start_ns").sort("start_ns").with_row_index("row")
+        into = times.join_asof(pieces.sort("start_ns"), on="start_ns", **near).drop_nulls("bytes")
+        key = ["row"]
+    data = into.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(key))
+    operators = data.group_by(key).agg(
         gbps=pl.when(pl.col("kind").first().is_in([*IN_PAIRS, *TWO_SIDED]))
         .then(pl.col("wmed_gbps").sum())
         .otherwise(pl.col("max_gbps").sum()),
@@ -230,10 +277,14 @@ def _may_pass_on(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
         return True
     if shares.get("rx", 0.0) <= LITTLE_UNSEEN:
         return False
-    into = aligned.filter(_of(port), pl.col("direction") == "rx", pl.col("level").is_in(["flow", "nic", "port"]))
+    into = aligned.filter(
+        _of(port), pl.col("direction") == "rx", pl.col("level").is_in(["flow", "nic", "port"])
+    )
     into = into.filter(pl.col("start_ns").is_between(low["start_ns"].min(), low["last_byte_ns"].max()))
     faster = pl.col("max_gbps") > OVER * port["gbps"]
-    return (into.select(pl.col("bytes").filter(faster).sum() / pl.col("bytes").sum()).item() or 0.0) < MIN_SHARE
+    return (
+        into.select(pl.col("bytes").filter(faster).sum() / pl.col("bytes").sum()).item() or 0.0
+    ) < MIN_SHARE
 
 
 def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, both: bool) -> Finding:

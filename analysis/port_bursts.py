@@ -26,7 +26,9 @@ def port_bursts(samples: pl.DataFrame, operators: Sequence[pl.DataFrame]) -> pl.
     """
     seen = pl.concat(
         [
-            table.filter(pl.col("level") == "flow").group_by(WHERE).agg(pl.col("bin_ns").min().alias("seen_ns"))
+            table.filter(pl.col("level") == "flow")
+            .group_by(WHERE)
+            .agg(pl.col("bin_ns").min().alias("seen_ns"))
             for table in (pl.DataFrame(schema=OPERATORS), *operators)
         ]
     )
