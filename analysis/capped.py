@@ -249,9 +249,11 @@ def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
         key = OPERATOR
     else:
         # What came in when each piece went out.
-        near = {"strategy": "nearest", "tolerance": int(own["active_ns"].max() or 0) + 1}
+        tolerance_ns = int(own["active_ns"].max() or 0)  # type: ignore[arg-type]
         times = own.select("start_ns").sort("start_ns").with_row_index("row")
-        into = times.join_asof(pieces.sort("start_ns"), on="start_ns", **near).drop_nulls("bytes")
+        into = times.join_asof(
+            pieces.sort("start_ns"), on="start_ns", strategy="nearest", tolerance=tolerance_ns
+        ).drop_nulls("bytes")
         key = ["row"]
     data = into.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(key))
     operators = data.group_by(key).agg(
