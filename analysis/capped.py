@@ -10,9 +10,9 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.late import IN_PAIRS, TWO_SIDED
-from pulse_bpf.analysis.slow import LEAST_PART, hot, speed
+from pulse_bpf.analysis.shared import OVER, PORT, not_held_up, not_shared
+from pulse_bpf.analysis.slow import LEAST_PART, OPERATOR, hot, speed
 
-PORT = ["node", "nic"]
 # Bins that a flow must be busy for in an operator before its rate is judged, and how near its byte-weighted median
 # bin is to its fastest one where a rate is constant.
 MIN_BINS, FLAT = 4, 0.985
@@ -24,8 +24,8 @@ LOW = 0.85
 MIN_PORTS, MIN_OPERATORS = 4, 5
 # Of a recording, for how long a port must send at its ceiling.
 MIN_TIME = 0.01
-# How far values may be apart that are the same, and how far above its ceiling a port is over it.
-SAME, OVER = 0.02, 1.03
+# How far values may be apart that are the same.
+SAME = 0.02
 # Of the time that a port is busy meanwhile: at least this share at the ceiling, at most this above it.
 MIN_SHARE, MAX_OVER = 0.6, 0.3
 # Of a recording, how near to an operator at the ceiling others tell of the same time; so do those between two.
@@ -36,12 +36,9 @@ AS_MUCH = 0.5
 MAX_UNKNOWN = 0.15
 # Of a port's operators at the ceiling, those that a slower port holds up, from which it is the other's victim.
 HELD_UP = 0.7
-# Of what a port sends in an operator, what must go to receivers that are full for it to be held up by them.
-MOSTLY_FULL = 0.9
 # Of what a port exchanges, the share of machines of which nothing was seen that leaves none to compare, and that from
 # which they may be what is slow.
 MOSTLY_UNSEEN, LITTLE_UNSEEN = 0.7, 0.3
-OPERATOR = ["comm_id", "kind", "step"]
 
 Port = dict[str, Any]  # node, nic, and what `_ceilings` tells of it
 
@@ -55,7 +52,7 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
     Assumes that the limit is constant while it lasts. `marks` has how often each node and nic was asked to slow
     down (signals.marks): those were slowed by the network.
     """
-    rows = _not_held_up(aligned, _rows(aligned))
+    rows = not_held_up(aligned, not_shared(aligned, _rows(aligned)))
     low = rows.filter("low")
     if low.is_empty():
         return []
@@ -135,41 +132,6 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     )
     low = pl.col("max_gbps") < LOW * pl.col("usual_gbps")
     return rows.with_columns(low=(flat & low).fill_null(False)).sort("start_ns")
-
-
-def _not_held_up(aligned: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
-    """`rows`, not `low` where the receivers are full: who shares their ports sends at a constant part of a rate.
-
-    A receiver is full when the senders of one operator together reach what ports usually send, by more than half
-    of what it would lack if this sender alone were slow. What the senders do at the same time counts.
-    """
-    rows = rows.with_row_index("row")
-    low = rows.filter("low")
-    sent = aligned.filter(
-        pl.col("level") == "flow", pl.col("direction") == "tx", pl.col("step").is_not_null()
-    )
-    sent = sent.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(OPERATOR))
-    to = ["peer_node", "peer_nic"]
-    flows = sent.select(*OPERATOR, *PORT, *to, "bytes", "wmed_gbps", "start_ns", "last_byte_ns")
-    ratio = pl.col("max_gbps") / pl.col("usual_gbps")
-    mine = low.select("row", *OPERATOR, *PORT, "usual_gbps", ratio=ratio).join(flows, on=[*OPERATOR, *PORT])
-    both = mine.join(flows.drop("bytes"), on=[*OPERATOR, *to], suffix="_other")
-    together_ns = pl.min_horizontal("last_byte_ns", "last_byte_ns_other") - pl.max_horizontal(
-        "start_ns", "start_ns_other"
-    )
-    share = (together_ns / (pl.col("last_byte_ns") - pl.col("start_ns"))).clip(0, 1)
-    full = both.group_by("row", *to).agg(
-        pl.col("bytes").first(),
-        lacks=1 - (pl.col("wmed_gbps_other") * share).sum() / pl.col("usual_gbps").first(),
-        least=(1 - pl.col("ratio").first()) / share.sum(),
-        senders=share.sum(),
-    )
-    full = full.with_columns(full=(pl.col("senders") > 1.5) & (pl.col("lacks") < 0.5 * pl.col("least")))
-    held = full.group_by("row").agg(
-        full=pl.col("bytes").filter("full").sum() >= MOSTLY_FULL * pl.col("bytes").sum()
-    )
-    held_up = pl.col("row").is_in(held.filter("full")["row"].implode())
-    return rows.with_columns(low=pl.col("low") & ~held_up).drop("row")
 
 
 def _ceilings(rows: pl.DataFrame, low: pl.DataFrame) -> pl.DataFrame:

@@ -151,6 +151,14 @@ def test_who_shares_a_full_receiver_has_no_ceiling(
     assert capped(rows) == place
 
 
+def test_a_rate_beside_which_the_port_sends_more_is_no_ceiling() -> None:
+    """Half of an operator is taken to be of one before: the other half alone is at half the rate of the port."""
+    rows = rings({("c", "mlx5_1"): FLAT})
+    c = (pl.col("node") == "c") & (pl.col("nic") == "mlx5_1")
+    other = rows.filter(c).with_columns(peer_node=pl.lit("f"), op_seq=pl.col("op_seq") + 1000)
+    assert capped(pl.concat([rows, other])) == []
+
+
 def pieces(changed: dict[tuple[str, str], float]) -> pl.DataFrame:
     """Ports alone, by their own bins: all send in one go every 10 ms, the `changed` ones at another rate."""
     rows = rings(dict.fromkeys(changed, FLAT)).with_columns(
