@@ -7,8 +7,8 @@ import polars as pl
 from pulse_bpf.analysis.slow import LEAST_PART, OPERATOR
 
 PORT = ["node", "nic"]
-# How far above a rate a port is when it is faster.
-OVER = 1.03
+# How far above a rate a port is when it is faster: by its own bins, and by the sum of flows that bins blur.
+OVER, OVER_BLURRED = 1.03, 1.3
 # Of what a port sends in an operator, what must go to receivers that are full for it to be held up by them, and what it
 # must send while it sends more for the operator's rate not to be the port's.
 MOSTLY_FULL, MOSTLY_SHARED = 0.9, 0.5
@@ -44,7 +44,7 @@ def not_shared(aligned: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
         )
         moments = moments.join_asof(until, on="at_ns", by=PORT, check_sortedness=False)
     sends = pl.col("by_start_ns").fill_null(0.0) - pl.col("by_last_byte_ns").fill_null(0.0)
-    faster = pl.col("bytes").filter(sends > OVER * pl.col("max_gbps")).sum() / pl.col("bytes").sum()
+    faster = pl.col("bytes").filter(sends > OVER_BLURRED * pl.col("max_gbps")).sum() / pl.col("bytes").sum()
     shared = moments.group_by("row").agg(share=faster).filter(pl.col("share") >= MOSTLY_SHARED)
     return rows.with_columns(low=pl.col("low") & ~pl.col("row").is_in(shared["row"].implode())).drop("row")
 
