@@ -32,6 +32,8 @@ MIN_SHARE, MAX_OVER = 0.6, 0.3
 NEAR = 0.03
 # Of the share of a port at its ceiling, that from which another has the same ceiling.
 AS_MUCH = 0.5
+# Of what a port sends, what goes to another that may be why it is slow.
+MOSTLY = 0.6
 # A port of whose bytes more than this belong to no operator, or an operator that misses more, is not judged.
 MAX_UNKNOWN = 0.15
 # Of a port's operators at the ceiling, those that a slower port holds up, from which it is the other's victim.
@@ -74,7 +76,7 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
             found.append(port)
     if len(found) > 2:
         return []
-    if len(found) == 2 and _one_after_the_other(low, *found):
+    if len(found) == 2 and _one_after_the_other(aligned, *found):
         return [_between(_finding(rows, low, port, True, False) for port in found)]
     return [
         replace(item, confidence=0.4) if _may_pass_on(aligned, low, port) else item
@@ -179,17 +181,21 @@ def _held_up(low: pl.DataFrame, port: Port, slower: Port) -> bool:
     return together.height >= HELD_UP * own.height
 
 
-def _one_after_the_other(low: pl.DataFrame, one: Port, other: Port) -> bool:
-    """Whether one of two ports with the same ceiling sends to the other: what is between may slow down both."""
+def _one_after_the_other(aligned: pl.DataFrame, one: Port, other: Port) -> bool:
+    """Whether one of two ports with the same ceiling sends mostly to the other, or to whom it sends is not known.
+
+    What is between them may slow down both, and in wide bins one looks like the other that waits for it.
+    """
     if abs(one["gbps"] / other["gbps"] - 1) > SAME:
         return False
-    to = [
-        low.filter(
-            _of(sender), pl.col("peer_node") == receiver["node"], pl.col("peer_nic") == receiver["nic"]
-        )
-        for sender, receiver in ((one, other), (other, one))
-    ]
-    return any(not rows.is_empty() for rows in to)
+    sent = aligned.filter(pl.col("level").is_in(["flow", "traffic"]), pl.col("direction") == "tx")
+    sent = sent.drop_nulls(["peer_node", "peer_nic"])
+    for sender, receiver in ((one, other), (other, one)):
+        own = sent.filter(_of(sender))
+        there = (pl.col("peer_node") == receiver["node"]) & (pl.col("peer_nic") == receiver["nic"])
+        if own.filter(there)["bytes"].sum() >= MOSTLY * own["bytes"].sum():
+            return True
+    return False
 
 
 def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
@@ -259,11 +265,12 @@ def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, b
     meanwhile = rows.filter(pl.col("start_ns").is_between(first, last))
     peers = own.select("peer_node", "peer_nic").unique().drop_nulls().sort("peer_node", "peer_nic")
     link = not counted and not both and peers.height == 1
-    operators, comms = own.height, own["comm_id"].n_unique()
+    operators, comms = own.height, own["comm_id"].drop_nulls().n_unique()
+    what = "pieces" if comms == 0 else f"operators of {comms} communicators"
     span = (own["last_byte_ns"] - own["start_ns"]).sum()
     text = (
         f"{nic} of {node} sends at {speed(gbps)} and never faster, for {share:.0%} of the time that it sends "
-        f"({operators} operators of {comms} communicators); ports reach {speed(usual)} in operators alike."
+        f"({operators} {what}); ports reach {speed(usual)} in others alike."
     )
     others = sorted(set(meanwhile["node"]) - {node, *(peers["peer_node"] if link else [])})
     return Finding(

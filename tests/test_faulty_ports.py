@@ -15,6 +15,9 @@ US, MS = 1_000, 1_000_000
 BIN_NS, OPERATORS = 100 * US, 30
 LINE_GBPS, CEILING_GBPS = 400.0, 150.0
 STEP = pl.Schema({**metrics.OPERATORS, "step": pl.Int64})
+NO_MARKS = pl.DataFrame(
+    [(node, nic, 0) for node in NODES for nic in NICS], schema=["node", "nic", "marks"], orient="row"
+)
 FLAT = {"max_gbps": CEILING_GBPS, "wmed_gbps": CEILING_GBPS, "active_ns": 5 * MS}
 
 
@@ -178,6 +181,22 @@ def test_a_port_whose_queue_pairs_are_not_seen_is_named_by_what_it_sends_in_one_
     assert capped(pieces({("c", "mlx5_1"): CEILING_GBPS})) == [("nic", "c", "mlx5_1")]
 
 
+@pytest.mark.parametrize(("to", "scopes"), [("d", ["group"]), ("e", ["nic", "nic"]), (None, ["group"])])
+def test_two_ports_alone_with_one_ceiling_are_a_group_where_one_may_send_to_the_other(
+    to: str | None, scopes: list[str]
+) -> None:
+    sent = pieces({("c", "mlx5_1"): CEILING_GBPS, ("d", "mlx5_1"): CEILING_GBPS})
+    flows = rings({}).filter(pl.col("node").is_in(["c", "d"]), pl.col("nic") == "mlx5_1")
+    peer = pl.when(pl.col("node") == "c").then(pl.lit(to)).otherwise(pl.lit("f"))
+    flows = flows.with_columns(
+        level=pl.lit("traffic"),
+        peer_node=peer if to else pl.lit(None, pl.String),
+        step=pl.lit(None, pl.Int64),
+    )
+    found = find_capped(with_columns(pl.concat([sent, flows], how="diagonal_relaxed")), NO_MARKS)
+    assert [item.scope for item in found] == scopes
+
+
 def test_who_takes_at_the_ceiling_of_what_it_sends_is_the_machine() -> None:
     sent = pieces({("c", "mlx5_1"): CEILING_GBPS})
     received = sent.with_columns(direction=pl.lit("rx"))
@@ -201,10 +220,7 @@ def test_beside_a_machine_that_was_not_seen_a_ceiling_is_a_ports_own_where_more_
         wmed_gbps=into_gbps,
     )
     rows = pl.concat([sent, received]).filter(pl.col("node") != unseen)
-    table = pl.DataFrame(
-        [(n, i, 0) for n in NODES for i in NICS], schema=["node", "nic", "marks"], orient="row"
-    )
-    (item,) = find_capped(with_columns(rows), table)
+    (item,) = find_capped(with_columns(rows), NO_MARKS)
     assert (item.node, item.confidence > 0.5) == ("c", sure)
 
 
