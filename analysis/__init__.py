@@ -11,6 +11,7 @@ from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
+from pulse_bpf.analysis.port_bursts import port_bursts
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
@@ -51,7 +52,7 @@ def measure(
         )
         for nodes, segments in stream.segment(_read(recording, on_read), flows, called, sent, covered)
     ]
-    return metrics.in_order(parts), flows
+    return metrics.in_order([*parts, port_bursts(recording["port_samples"], parts)]), flows
 
 
 def _read(recording: Recording, on_read: Callable[[int], object] | None) -> Iterator[Batch]:

@@ -10,10 +10,10 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.lags import IN_PAIRS
-from pulse_bpf.analysis.slow import LEAST_PART, hot, speed
+from pulse_bpf.analysis.shared import OVER, PORT, not_held_up, not_shared
+from pulse_bpf.analysis.slow import LEAST_PART, OPERATOR, hot, speed
 from pulse_bpf.analysis.twins import TWO_SIDED
 
-PORT = ["node", "nic"]
 # Bins that a flow must be busy for in an operator before its rate is judged, and how near its byte-weighted median
 # bin is to its fastest one where a rate is constant.
 MIN_BINS, FLAT = 4, 0.985
@@ -25,19 +25,23 @@ LOW = 0.85
 MIN_PORTS, MIN_OPERATORS = 4, 5
 # Of a recording, for how long a port must send at its ceiling.
 MIN_TIME = 0.01
-# How far values may be apart that are the same, and how far above its ceiling a port is over it.
-SAME, OVER = 0.02, 1.03
+# How far values may be apart that are the same.
+SAME = 0.02
 # Of the time that a port is busy meanwhile: at least this share at the ceiling, at most this above it.
 MIN_SHARE, MAX_OVER = 0.6, 0.3
 # Of a recording, how near to an operator at the ceiling others tell of the same time; so do those between two.
 NEAR = 0.03
 # Of the share of a port at its ceiling, that from which another has the same ceiling.
 AS_MUCH = 0.5
+# Of what a port sends, what goes to another that may be why it is slow.
+MOSTLY = 0.6
 # A port of whose bytes more than this belong to no operator, or an operator that misses more, is not judged.
 MAX_UNKNOWN = 0.15
 # Of a port's operators at the ceiling, those that a slower port holds up, from which it is the other's victim.
 HELD_UP = 0.7
-OPERATOR = ["comm_id", "kind", "step"]
+# Of what a port exchanges, the share of machines of which nothing was seen that leaves none to compare, and that from
+# which they may be what is slow.
+MOSTLY_UNSEEN, LITTLE_UNSEEN = 0.7, 0.3
 
 Port = dict[str, Any]  # node, nic, and what `_ceilings` tells of it
 
@@ -51,7 +55,7 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
     Assumes that the limit is constant while it lasts. `marks` has how often each node and nic was asked to slow
     down (signals.marks): those were slowed by the network.
     """
-    rows = _rows(aligned)
+    rows = not_held_up(aligned, not_shared(aligned, _rows(aligned)))
     low = rows.filter("low")
     if low.is_empty():
         return []
@@ -73,28 +77,29 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
             found.append(port)
     if len(found) > 2:
         return []
-    if len(found) == 2 and _one_after_the_other(low, *found):
+    if len(found) == 2 and _one_after_the_other(aligned, *found):
         return [_between(_finding(rows, low, port, True, False) for port in found)]
-    return [_finding(rows, low, port, marks is not None, _takes_slowly(aligned, low, port)) for port in found]
+    return [
+        replace(item, confidence=0.4) if _may_pass_on(aligned, low, port) else item
+        for port in found
+        for item in [_finding(rows, low, port, marks is not None, _takes_slowly(aligned, low, port))]
+    ]
 
 
 def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     """What each port sends in each operator, with the rate usual there and whether it is constant and low.
 
     Where several flows of a port belong to one operator, they count together. Ports much of whose traffic is of
-    no known operator are left out.
+    no known operator are left out. Where a port's own bins are all that is narrow, what it sent in one go stands for an
+    operator.
     """
     sent = aligned.filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
+    pieces = sent.filter(pl.col("level") == "port")
+    sent = sent.filter(pl.col("level") != "port").join(pieces, on=PORT, how="anti")
     unknown = pl.col("bytes").filter(pl.col("level") == "unattributed").sum()
     every = pl.col("bytes").filter(pl.col("level") != "nic").sum()
     known = sent.group_by(PORT).agg(unknown=unknown / every).filter(pl.col("unknown") <= MAX_UNKNOWN)
-    rows = sent.join(known, on=PORT, how="semi").filter(
-        pl.col("level").is_in(["flow", "nic"]),
-        pl.col("max_gbps") > 0,
-        pl.col("active_ns") > 0,
-        pl.col("start_ns").is_not_null(),
-        pl.col("completion").fill_null(1.0) >= 1 - MAX_UNKNOWN,
-    )
+    rows = sent.join(known, on=PORT, how="semi").filter(pl.col("level").is_in(["flow", "nic"]))
     # Of several flows of one operator each has only a part of the port's rate, which is in their sum's row.
     at_once = [*PORT, "pid", "comm_id", "op_seq"]
     summed = pl.col("level") == "nic"
@@ -102,10 +107,19 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     rows = rows.filter(
         summed | (data & ((data & ~summed).sum().over(at_once) == 1) & ~summed.any().over(at_once))
     )
+    rows = pl.concat([rows, pieces]).filter(
+        pl.col("max_gbps") > 0,
+        pl.col("active_ns") > 0,
+        pl.col("start_ns").is_not_null(),
+        pl.col("completion").fill_null(1.0) >= 1 - MAX_UNKNOWN,
+    )
+    size = pl.coalesce("op_bytes", pl.col("bytes").cast(pl.UInt64))
     rows = rows.with_columns(
         bins=pl.col("active_ns") / pl.col("bin_ns"),
+        # Not for how long bytes were seen: a trickle of credits may go on long after an operator's data.
+        busy_ns=pl.min_horizontal("active_ns", pl.col("bytes") * 8 / pl.col("wmed_gbps")),
         # Sizes a factor of 1.4 apart are alike: the parts of an operator depend on the rank.
-        size=(pl.coalesce("op_bytes", pl.col("bytes").cast(pl.UInt64)).log(2) * 2).round(),
+        size=pl.when(pl.col("level") != "port").then((size.log(2) * 2).round()),
     )
     alike = ["kind", "nranks", "size"]
     tops = rows.filter(pl.col("bins") >= 2).group_by(*alike, *PORT).agg(pl.col("max_gbps").quantile(0.9))
@@ -149,8 +163,8 @@ def _ceilings(rows: pl.DataFrame, low: pl.DataFrame) -> pl.DataFrame:
     busy = near.join(ceilings.select(*PORT, "gbps"), on=PORT).group_by(PORT)
     at, above = pl.col("low"), pl.col("max_gbps") > OVER * pl.col("gbps")
     shares = busy.agg(
-        share=pl.col("active_ns").filter(at).sum() / pl.col("active_ns").sum(),
-        over=pl.col("active_ns").filter(above).sum() / pl.col("active_ns").sum(),
+        share=pl.col("busy_ns").filter(at).sum() / pl.col("busy_ns").sum(),
+        over=pl.col("busy_ns").filter(above).sum() / pl.col("busy_ns").sum(),
     )
     return ceilings.join(shares, on=PORT)
 
@@ -168,38 +182,80 @@ def _held_up(low: pl.DataFrame, port: Port, slower: Port) -> bool:
     return together.height >= HELD_UP * own.height
 
 
-def _one_after_the_other(low: pl.DataFrame, one: Port, other: Port) -> bool:
-    """Whether one of two ports with the same ceiling sends to the other: what is between may slow down both."""
+def _one_after_the_other(aligned: pl.DataFrame, one: Port, other: Port) -> bool:
+    """Whether one of two ports with the same ceiling sends mostly to the other, or to whom it sends is not known.
+
+    What is between them may slow down both, and in wide bins one looks like the other that waits for it.
+    """
     if abs(one["gbps"] / other["gbps"] - 1) > SAME:
         return False
-    to = [
-        low.filter(
-            _of(sender), pl.col("peer_node") == receiver["node"], pl.col("peer_nic") == receiver["nic"]
-        )
-        for sender, receiver in ((one, other), (other, one))
-    ]
-    return any(not rows.is_empty() for rows in to)
+    sent = aligned.filter(pl.col("level").is_in(["flow", "traffic"]), pl.col("direction") == "tx")
+    sent = sent.drop_nulls(["peer_node", "peer_nic"])
+    for sender, receiver in ((one, other), (other, one)):
+        own = sent.filter(_of(sender))
+        there = (pl.col("peer_node") == receiver["node"]) & (pl.col("peer_nic") == receiver["nic"])
+        if own.filter(there)["bytes"].sum() >= MOSTLY * own["bytes"].sum():
+            return True
+    return False
 
 
 def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
     """Whether what the port receives in the same operators is as slow: a slow GPU sends and takes at one rate.
 
     In a ring those before a slow port send on in bursts, so the fastest bin counts; where ranks exchange in pairs
-    nobody waits for what comes in, and all that comes in at once counts together.
+    nobody waits for what comes in, and all that comes in at once counts together. What takes few bins is no slower.
     """
-    into = aligned.filter(
-        pl.col("level") == "flow",
-        pl.col("direction") == "tx",
-        pl.col("peer_node") == port["node"],
-        pl.col("peer_nic") == port["nic"],
-        pl.col("active_ns") >= MIN_BINS * pl.col("bin_ns"),
-    ).join(low.filter(_of(port)), on=OPERATOR, how="semi")
-    rates = into.group_by(OPERATOR).agg(
+    own = low.filter(_of(port))
+    pieces = aligned.filter(_of(port), pl.col("level") == "port", pl.col("direction") == "rx")
+    if pieces.is_empty():
+        into = aligned.filter(
+            pl.col("level") == "flow",
+            pl.col("direction") == "tx",
+            pl.col("peer_node") == port["node"],
+            pl.col("peer_nic") == port["nic"],
+            pl.col("active_ns") > 0,
+        ).join(own, on=OPERATOR, how="semi")
+        key = OPERATOR
+    else:
+        # What came in when each piece went out.
+        tolerance_ns = int(own["active_ns"].max() or 0)  # type: ignore[arg-type]
+        times = own.select("start_ns").sort("start_ns").with_row_index("row")
+        into = times.join_asof(
+            pieces.sort("start_ns"), on="start_ns", strategy="nearest", tolerance=tolerance_ns
+        ).drop_nulls("bytes")
+        key = ["row"]
+    data = into.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(key))
+    operators = data.group_by(key).agg(
         gbps=pl.when(pl.col("kind").first().is_in([*IN_PAIRS, *TWO_SIDED]))
         .then(pl.col("wmed_gbps").sum())
-        .otherwise(pl.col("max_gbps").sum())
-    )["gbps"]
-    return len(rates) > 0 and float((rates <= OVER * port["gbps"]).mean() or 0.0) >= MIN_SHARE
+        .otherwise(pl.col("max_gbps").sum()),
+        judged=(pl.col("active_ns") >= MIN_BINS * pl.col("bin_ns")).all(),
+    )
+    slow = operators.select(((pl.col("gbps") <= OVER * port["gbps"]) & pl.col("judged")).mean()).item()
+    return slow is not None and slow >= MIN_SHARE
+
+
+def _may_pass_on(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:
+    """Whether a machine of which nothing was seen may be what makes the port slow: what it sends on, or to whom.
+
+    Not where as much goes to others, nor where what comes in meanwhile is faster.
+    """
+    moved = aligned.filter(_of(port), pl.col("level").is_in(["flow", "traffic"]), pl.col("bytes") > 0)
+    unseen = ~pl.col("peer_node").is_in(aligned["node"].unique().implode())
+    by = moved.group_by("direction").agg(share=pl.col("bytes").filter(unseen).sum() / pl.col("bytes").sum())
+    shares = dict(by.iter_rows())
+    if shares.get("tx", 0.0) > MOSTLY_UNSEEN:
+        return True
+    if shares.get("rx", 0.0) <= LITTLE_UNSEEN:
+        return False
+    into = aligned.filter(
+        _of(port), pl.col("direction") == "rx", pl.col("level").is_in(["flow", "nic", "port"])
+    )
+    into = into.filter(pl.col("start_ns").is_between(low["start_ns"].min(), low["last_byte_ns"].max()))
+    faster = pl.col("max_gbps") > OVER * port["gbps"]
+    return (
+        into.select(pl.col("bytes").filter(faster).sum() / pl.col("bytes").sum()).item() or 0.0
+    ) < MIN_SHARE
 
 
 def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, both: bool) -> Finding:
@@ -210,11 +266,12 @@ def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, b
     meanwhile = rows.filter(pl.col("start_ns").is_between(first, last))
     peers = own.select("peer_node", "peer_nic").unique().drop_nulls().sort("peer_node", "peer_nic")
     link = not counted and not both and peers.height == 1
-    operators, comms = own.height, own["comm_id"].n_unique()
+    operators, comms = own.height, own["comm_id"].drop_nulls().n_unique()
+    what = "pieces" if comms == 0 else f"operators of {comms} communicators"
     span = (own["last_byte_ns"] - own["start_ns"]).sum()
     text = (
         f"{nic} of {node} sends at {speed(gbps)} and never faster, for {share:.0%} of the time that it sends "
-        f"({operators} operators of {comms} communicators); ports reach {speed(usual)} in operators alike."
+        f"({operators} {what}); ports reach {speed(usual)} in others alike."
     )
     others = sorted(set(meanwhile["node"]) - {node, *(peers["peer_node"] if link else [])})
     return Finding(

@@ -19,6 +19,8 @@ from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import marks
 from pulse_bpf.analysis.slow import find_slow
 
+# Evidence of a port that needs no other to compare with.
+ALONE = ("ceiling_gbps", "packet_seq_err")
 # Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
 MUCH_UNSEEN = 0.3
 # So many machines are at fault at once, and no more.
@@ -49,7 +51,9 @@ def find_causes(
     found = behind_ports(aligned, found)
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind = _beside_unseen(aligned)
-    unsure = [blind & {item.node, *(item.nodes or ())} for item in found]
+    unsure = [
+        blind & {item.node, *(item.nodes or ())} and item.evidence[0].metric not in ALONE for item in found
+    ]
     return [
         replace(item, confidence=0.4) if beside else item for item, beside in zip(found, unsure, strict=True)
     ], unexplained

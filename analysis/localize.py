@@ -8,7 +8,7 @@ from dataclasses import replace
 import polars as pl
 
 from pulse_bpf.analysis.align import align
-from pulse_bpf.analysis.causes import find_causes
+from pulse_bpf.analysis.causes import ALONE, find_causes
 from pulse_bpf.analysis.clock_offsets import one_clock
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
 from pulse_bpf.analysis.groups import find_groups
@@ -66,7 +66,9 @@ def localize(
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is.
         found = [
-            item if item.cause in ("stop", "host") or item in signals else replace(item, confidence=0.4)
+            item
+            if item.cause in ("stop", "host") or item in signals or item.evidence[0].metric in ALONE
+            else replace(item, confidence=0.4)
             for item in found
         ]
     if coverage["lost"] or damaged:

@@ -41,7 +41,7 @@ def measure(
     unlisted: pl.DataFrame,
     covered: pl.DataFrame,
 ) -> pl.DataFrame:
-    """The operators table: the columns of the recording format, and these of its own.
+    """The operators table: the columns of the recording format, and these of its own; `port_bursts` adds rows.
 
     `level`: "flow" for one operator on one flow group; "nic" for one operator and direction of a NIC, summed
     over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes

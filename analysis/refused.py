@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.signals import MIN_ERRORS, OVER_OTHERS, PACKET_BYTES, readings
+from pulse_bpf.analysis.slow import MIN_MARKS
 
 # Of the packets that a port sends, the share refused by receivers from which packets are lost for good, and of all
 # refusals, what a port must have seen to be one that refuses.
 REFUSED_SHARE, MUCH = 2e-5, 0.02
+# Of what a port sends, what must go to the only receiver that refuses for it to be the port that loses.
+NEARLY_ALL = 0.9
 
 
 def find_refused(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> list[Finding]:
     """The port whose packets receivers refuse as out of sequence, because some before them were lost.
 
     A sender counts refusals as packet_seq_err, a receiver as out_of_sequence. What one port loses on the way to
-    several receivers it loses itself, or its cable. With a single receiver, to which alone it sends, only the link is
-    known; where it sends to others without loss it is no finding of the port, but the link as well. Nothing is said
-    where several ports lose as much: then it is a queue that overflows, or a switch.
+    several receivers it loses itself, or its cable. With a single receiver, to which alone it sends, that may also be
+    the receiver's cable: but what is damaged there the receiver counts as port_rcv_errors, and where it does not the
+    sender's cable is left. Where the receiver does not say, or a queue that overflows may be the reason, only the link
+    is known. Nothing is said where several ports lose as much: then it is a queue, or a switch.
     """
     counters = tables["port_counters"]
     since = readings(counters) if not counters.is_empty() else counters
@@ -30,6 +35,7 @@ def find_refused(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> l
         since.group_by("node", "nic")
         .agg(
             pl.col("packet_seq_err", "out_of_sequence").sum(),
+            *(_told(name, since) for name in ("port_rcv_errors", "rp_cnp_handled")),
             packets=pl.col("port_xmit_data").sum() * 4 / PACKET_BYTES,
             first=pl.col("since_ns").filter(pl.col("packet_seq_err") > 0).min(),
             last=pl.col("t_ns").filter(pl.col("packet_seq_err") > 0).max(),
@@ -51,7 +57,10 @@ def find_refused(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> l
         f"been lost; of no other port more than {second}."
     )
     peer = receivers.row(0, named=True) if receivers.height == 1 else None
-    if peer is None and not _sends_to(aligned, node, nic, receivers):
+    if peer is not None and _undamaged(peer, refused) and _unmarked(worst) and _all_to(aligned, worst, peer):
+        text += f" {peer['nic']} of {peer['node']}, which refused them, counts no damage on its own cable."
+        peer = None
+    elif peer is None and not _sends_to(aligned, node, nic, receivers):
         return []
     return [
         Finding(
@@ -71,6 +80,35 @@ def find_refused(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> l
             next_check=f"on {node}: ethtool -m NETDEV; ethtool -S NETDEV; the switch's error counters of its port",
         )
     ]
+
+
+def _told(name: str, since: pl.DataFrame) -> pl.Expr:
+    """How far a counter went, null where the port or all ports do not have it."""
+    if name not in since.columns:
+        return pl.lit(None, pl.Int64).alias(name)
+    return pl.when(pl.col(name).is_not_null().any()).then(pl.col(name).sum()).alias(name)
+
+
+def _undamaged(receiver: Mapping[str, Any], refused: int) -> bool:
+    errors = receiver["port_rcv_errors"]
+    return errors is not None and errors <= MUCH * refused
+
+
+def _unmarked(sender: Mapping[str, Any]) -> bool:
+    marks = sender["rp_cnp_handled"]
+    return marks is not None and marks < MIN_MARKS
+
+
+def _all_to(aligned: pl.DataFrame, sender: Mapping[str, Any], receiver: Mapping[str, Any]) -> bool:
+    """Whether nearly all that the port sends goes to that receiver: what it sends to others would be lost as well."""
+    sent = aligned.filter(
+        pl.col("level").is_in(["flow", "traffic"]),
+        pl.col("direction") == "tx",
+        pl.col("node") == sender["node"],
+        pl.col("nic") == sender["nic"],
+    )
+    there = (pl.col("peer_node") == receiver["node"]) & (pl.col("peer_nic") == receiver["nic"])
+    return int(sent.filter(there)["bytes"].sum()) > NEARLY_ALL * int(sent["bytes"].sum())
 
 
 def _sends_to(aligned: pl.DataFrame, node: str, nic: str, receivers: pl.DataFrame) -> bool:

@@ -75,7 +75,10 @@ def coverage_of(
 ) -> dict[str, Any]:
     """What was seen and what was not, of the operators in `aligned` (align.align)."""
     by_level = dict(
-        aligned.filter(pl.col("level") != "nic").group_by("level").agg(pl.col("bytes").sum()).iter_rows()
+        aligned.filter(~pl.col("level").is_in(["nic", "port"]))
+        .group_by("level")
+        .agg(pl.col("bytes").sum())
+        .iter_rows()
     )
     total = sum(by_level.values())
     unattributed = aligned.filter(pl.col("level") == "unattributed")

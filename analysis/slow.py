@@ -222,8 +222,12 @@ def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
         reference = pl.min_horizontal(
             _others(rate, [*OPERATOR, "direction"], 0.75), pl.when(pl.col("direction") == "rx").then(sent)
         )
-        rates = rates.with_columns(reference.alias(f"{rate}_reference"))
-        ratio = pl.col(rate) / pl.col(f"{rate}_reference")
+        # Who moves less than the others, as the leaves of a tree, may do so at a lower rate: it takes no longer.
+        rates = rates.with_columns(reference.alias(f"{rate}_reference"), pace=pl.col(rate) / pl.col("bytes"))
+        rates = rates.with_columns(usual_pace=_others("pace", [*OPERATOR, "direction"], 0.75))
+        ratio = pl.max_horizontal(
+            pl.col(rate) / pl.col(f"{rate}_reference"), pl.col("pace") / pl.col("usual_pace")
+        )
         rates = rates.with_columns(_smooth(ratio, port).alias(f"{rate}_ratio"))
     rates = rates.with_columns(
         steady=_smooth(pl.col("wmed_gbps") / pl.max_horizontal("p95_gbps", "wmed_gbps"), port),

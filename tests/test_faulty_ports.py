@@ -15,6 +15,9 @@ US, MS = 1_000, 1_000_000
 BIN_NS, OPERATORS = 100 * US, 30
 LINE_GBPS, CEILING_GBPS = 400.0, 150.0
 STEP = pl.Schema({**metrics.OPERATORS, "step": pl.Int64})
+NO_MARKS = pl.DataFrame(
+    [(node, nic, 0) for node in NODES for nic in NICS], schema=["node", "nic", "marks"], orient="row"
+)
 FLAT = {"max_gbps": CEILING_GBPS, "wmed_gbps": CEILING_GBPS, "active_ns": 5 * MS}
 
 
@@ -120,7 +123,110 @@ def test_what_is_sent_and_taken_at_one_rate_in_pairs_is_the_machine() -> None:
     assert capped(rows) == [("node", "c", None)]
 
 
-def counters(refused: dict[str, int], out_of_sequence: dict[str, int]) -> dict[str, pl.DataFrame]:
+def test_in_pairs_what_comes_in_faster_than_bins_can_tell_is_not_slow() -> None:
+    into = {"wmed_gbps": CEILING_GBPS, "active_ns": 2 * BIN_NS, "gap_unknown_ns": 0}
+    rows = rings({("c", "mlx5_1"): FLAT, ("b", "mlx5_1"): into}, kind="Group")
+    assert capped(rows) == [("nic", "c", "mlx5_1")]
+
+
+def test_a_trickle_of_credits_long_after_the_data_hides_no_ceiling() -> None:
+    rows = rings({("c", "mlx5_1"): FLAT})
+    trickle = rows.filter(pl.col("step") % 3 == 0).with_columns(
+        op_seq=pl.col("op_seq") + 1000,
+        step=pl.col("step") + 1000,
+        bytes=pl.lit(10**6),
+        op_bytes=pl.lit(10**6),
+        active_ns=pl.lit(90 * MS),
+        max_gbps=pl.lit(LINE_GBPS),
+        wmed_gbps=pl.lit(LINE_GBPS),
+    )
+    assert capped(pl.concat([rows, trickle.cast(dict(rows.schema))])) == [("nic", "c", "mlx5_1")]
+
+
+@pytest.mark.parametrize(("other_gbps", "place"), [(250.0, []), (150.0, [("nic", "c", "mlx5_1")])])
+def test_who_shares_a_full_receiver_has_no_ceiling(
+    other_gbps: float, place: list[tuple[str, str, str]]
+) -> None:
+    """c and e both send to d: at its line rate where the other has the rest of it, and below where c is slow."""
+    rows = rings({("c", "mlx5_1"): FLAT, ("e", "mlx5_1"): {"wmed_gbps": other_gbps}})
+    d = (pl.col("node") == "e") & (pl.col("nic") == "mlx5_1")
+    rows = rows.with_columns(peer_node=pl.when(d).then(pl.lit("d")).otherwise("peer_node"))
+    assert capped(rows) == place
+
+
+def test_a_rate_beside_which_the_port_sends_more_is_no_ceiling() -> None:
+    """Half of an operator is taken to be of one before: the other half alone is at half the rate of the port."""
+    rows = rings({("c", "mlx5_1"): FLAT})
+    c = (pl.col("node") == "c") & (pl.col("nic") == "mlx5_1")
+    other = rows.filter(c).with_columns(peer_node=pl.lit("f"), op_seq=pl.col("op_seq") + 1000)
+    assert capped(pl.concat([rows, other])) == []
+
+
+def pieces(changed: dict[tuple[str, str], float]) -> pl.DataFrame:
+    """Ports alone, by their own bins: all send in one go every 10 ms, the `changed` ones at another rate."""
+    rows = rings(dict.fromkeys(changed, FLAT)).with_columns(
+        level=pl.lit("port"),
+        **{name: pl.lit(None) for name in ("comm_id", "kind", "op_bytes", "nranks", "step")},
+    )
+    rate = pl.lit(LINE_GBPS)
+    for (node, nic), gbps in changed.items():
+        rate = pl.when((pl.col("node") == node) & (pl.col("nic") == nic)).then(gbps).otherwise(rate)
+    return rows.drop("op_seq", "peer_node", "peer_nic", "completion").with_columns(
+        max_gbps=rate, wmed_gbps=rate
+    )
+
+
+def test_a_port_whose_queue_pairs_are_not_seen_is_named_by_what_it_sends_in_one_go() -> None:
+    assert capped(pieces({})) == []
+    assert capped(pieces({("c", "mlx5_1"): CEILING_GBPS})) == [("nic", "c", "mlx5_1")]
+
+
+@pytest.mark.parametrize(("to", "scopes"), [("d", ["group"]), ("e", ["nic", "nic"]), (None, ["group"])])
+def test_two_ports_alone_with_one_ceiling_are_a_group_where_one_may_send_to_the_other(
+    to: str | None, scopes: list[str]
+) -> None:
+    sent = pieces({("c", "mlx5_1"): CEILING_GBPS, ("d", "mlx5_1"): CEILING_GBPS})
+    flows = rings({}).filter(pl.col("node").is_in(["c", "d"]), pl.col("nic") == "mlx5_1")
+    peer = pl.when(pl.col("node") == "c").then(pl.lit(to)).otherwise(pl.lit("f"))
+    flows = flows.with_columns(
+        level=pl.lit("traffic"),
+        peer_node=peer if to else pl.lit(None, pl.String),
+        step=pl.lit(None, pl.Int64),
+    )
+    found = find_capped(with_columns(pl.concat([sent, flows], how="diagonal_relaxed")), NO_MARKS)
+    assert [item.scope for item in found] == scopes
+
+
+def test_who_takes_at_the_ceiling_of_what_it_sends_is_the_machine() -> None:
+    sent = pieces({("c", "mlx5_1"): CEILING_GBPS})
+    received = sent.with_columns(direction=pl.lit("rx"))
+    assert capped(pl.concat([sent, received])) == [("node", "c", None)]
+
+
+@pytest.mark.parametrize(
+    ("unseen", "into_gbps", "sure"),
+    [("f", LINE_GBPS, True), ("b", LINE_GBPS, True), ("b", CEILING_GBPS, False), ("d", LINE_GBPS, False)],
+)
+def test_beside_a_machine_that_was_not_seen_a_ceiling_is_a_ports_own_where_more_comes_in(
+    unseen: str, into_gbps: float, sure: bool
+) -> None:
+    """c gets from b and sends to d."""
+    sent = rings({("c", "mlx5_1"): FLAT})
+    received = sent.with_columns(
+        direction=pl.lit("rx"),
+        node=pl.col("peer_node"),
+        peer_node=pl.col("node"),
+        max_gbps=into_gbps,
+        wmed_gbps=into_gbps,
+    )
+    rows = pl.concat([sent, received]).filter(pl.col("node") != unseen)
+    (item,) = find_capped(with_columns(rows), NO_MARKS)
+    assert (item.node, item.confidence > 0.5) == ("c", sure)
+
+
+def counters(
+    refused: dict[str, int], out_of_sequence: dict[str, int], **further: dict[str, int]
+) -> dict[str, pl.DataFrame]:
     """Two readings of each node's port, which sent a million packets meanwhile."""
     rows = [
         {"node": node, "nic": "mlx5_0", "port": 1, "t_ns": t_ns, "source": "sysfs", "cumulative": True}
@@ -131,6 +237,7 @@ def counters(refused: dict[str, int], out_of_sequence: dict[str, int]) -> dict[s
             ("port_xmit_data", 10**6 * 4096 // 4),
             ("packet_seq_err", refused.get(node, 0)),
             ("out_of_sequence", out_of_sequence.get(node, 0)),
+            *((name, values.get(node, 0)) for name, values in further.items()),
         )
     ]
     return {"port_counters": pl.DataFrame(rows, schema=PORT_COUNTERS)}
@@ -151,6 +258,26 @@ def test_lost_packets_name_who_sent_them(
 ) -> None:
     found = find_refused(with_columns(rings({})), counters(refused, out_of_sequence))
     assert [(item.scope, item.node, item.peer_node) for item in found] == ([place] if place else [])
+
+
+@pytest.mark.parametrize(
+    ("damaged", "marked", "scope"), [({}, {}, "nic"), ({"c": 400}, {}, "link"), ({}, {"b": 300}, "link")]
+)
+def test_what_the_only_receiver_did_not_see_damaged_was_lost_by_its_sender(
+    damaged: dict[str, int], marked: dict[str, int], scope: str
+) -> None:
+    """A damaged packet is counted where the cable ends; a full queue loses packets as well, and marks others."""
+    tables = counters({"b": 500}, {"c": 500}, port_rcv_errors=damaged, rp_cnp_handled=marked)
+    (item,) = find_refused(with_columns(rings({})), tables)
+    assert (item.scope, item.node) == (scope, "b")
+
+
+def test_what_one_of_two_receivers_alone_refuses_is_no_fault_of_the_port() -> None:
+    rows = rings({})
+    other = rows.filter(pl.col("node") == "b").with_columns(peer_node=pl.lit("e"))
+    tables = counters({"b": 500}, {"c": 500}, port_rcv_errors={}, rp_cnp_handled={})
+    (item,) = find_refused(with_columns(pl.concat([rows, other])), tables)
+    assert (item.scope, item.node, item.peer_node) == ("link", "b", "c")
 
 
 def test_without_counts_of_refusals_nothing_is_said() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.analysis.metrics import OPERATORS
+from pulse_bpf.analysis.port_bursts import LONGEST, port_bursts
 from pulse_bpf.analysis.ports import Ports
 from pulse_bpf.analysis.samples import BATCH
 
@@ -69,3 +71,36 @@ def test_bins_of_the_port_that_are_hardly_narrower_are_not_taken() -> None:
     rows = _coarse([(1, number, 1000) for number in range(5)])
     port = _port({0: (100, 1)}).with_columns(bin_ns=pl.lit(WIDE_NS // 2))
     assert _ports(port, rows).narrowed(rows, PLACES).equals(rows)
+
+
+def _bursts(port: pl.DataFrame, bin_ns: int | None = None) -> pl.DataFrame:
+    """The pieces of the port's curve, beside a queue pair's operator in bins of `bin_ns`."""
+    row = {"level": "flow", "node": "a", "nic": "mlx5_0", "port": 1, "direction": "tx", "bin_ns": bin_ns}
+    operators = pl.DataFrame([row] if bin_ns else [], schema={name: OPERATORS[name] for name in row})
+    return port_bursts(port.cast({"bin_ns": pl.UInt32, "bytes": pl.UInt64}), [operators])
+
+
+def test_a_silent_bin_ends_a_piece_and_control_packets_are_silence() -> None:
+    found = _bursts(_port({3: (2000, 2), 4: (4000, 4), 5: (66, 1), 6: (1000, 1), 8: (1000, 1)}))
+    assert found["start_ns"].to_list() == [3 * BIN_NS, 6 * BIN_NS, 8 * BIN_NS]
+    assert found["last_byte_ns"].to_list() == [5 * BIN_NS, 7 * BIN_NS, 9 * BIN_NS]
+    assert found["bytes"].to_list() == [6000, 1000, 1000]
+    first = found.row(0, named=True)
+    assert first["level"] == "port"
+    assert first["active_ns"] == 2 * BIN_NS
+    assert first["max_gbps"] == first["wmed_gbps"] == 4000 * 8 / BIN_NS
+
+
+def test_what_never_pauses_is_cut_so_that_a_change_of_rate_shows() -> None:
+    rates = {number: (4000 if number < 2 * LONGEST else 1000, 1) for number in range(3 * LONGEST)}
+    assert _bursts(_port(rates))["max_gbps"].to_list() == [0.32, 0.32, 0.08]
+
+
+def test_a_port_whose_queue_pairs_are_seen_as_well_has_no_rows_of_its_own() -> None:
+    port = _port({3: (2000, 2)})
+    assert _bursts(port, BIN_NS).is_empty()
+    assert _bursts(port, WIDE_NS).height == 1
+
+
+def test_counters_that_are_read_now_and_then_are_no_curve() -> None:
+    assert _bursts(_port({3: (2000, 2)}).with_columns(bin_ns=WIDE_NS)).is_empty()

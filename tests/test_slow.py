@@ -48,3 +48,28 @@ def test_a_port_that_others_are_as_busy_as_is_not() -> None:
     found, why, _ = find_slow(ring(others_ns=round(BYTES * 8 / FAST_GBPS)), pl.DataFrame(schema=FLOWS), None)
     assert found == []
     assert why == ["a slow flow from c was no busier than others of its operators"]
+
+
+def tree(leaf_gbps: float) -> pl.DataFrame:
+    """Operators in a tree in which b and c send twice as much as the leaves, and twice as fast as these usually can."""
+    rows = ring(round(2 * BYTES * 8 / FAST_GBPS))
+    inner = pl.col("node").is_in(["b", "c"])
+    rate = (
+        pl.when(inner)
+        .then(FAST_GBPS)
+        .otherwise(pl.when(pl.col("node") == "e").then(leaf_gbps).otherwise(195.0))
+    )
+    return rows.with_columns(
+        bytes=pl.when(inner).then(2 * BYTES).otherwise(BYTES),
+        last_byte_ns=pl.col("start_ns") + round(BYTES * 8 / min(leaf_gbps, 195.0) / 0.95),
+        **dict.fromkeys(("burst_gbps", "wmed_gbps", "p95_gbps", "max_gbps"), rate),
+    )
+
+
+def test_the_leaves_of_a_tree_are_not_slow_that_take_no_longer_than_others() -> None:
+    assert find_slow(tree(leaf_gbps=195.0), pl.DataFrame(schema=FLOWS), None) == ([], [], 0)
+
+
+def test_a_leaf_that_takes_longer_than_others_is_slow() -> None:
+    (item,), why, _ = find_slow(tree(leaf_gbps=65.0), pl.DataFrame(schema=FLOWS), None)
+    assert (item.node, why) == ("e", [])
