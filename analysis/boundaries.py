@@ -135,8 +135,9 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
     best, expected = _by_kind(curve, kind, expected, best)
     first, guessed = best, expected
     best, expected = _refined(curve, best, volume, kind, expected, np.zeros_like(certain))
-    by_protocol = np.isclose((guessed / volume)[:, None], PROTOCOLS, rtol=1e-9).any(1)
-    moved = by_protocol & (np.abs(expected - guessed) > LINES)
+    moved = _by_protocol(guessed / volume, 1e-9) & (np.abs(expected - guessed) > LINES)
+    # What is learned to be another protocol's is no chance.
+    moved &= ~_by_protocol(expected / volume, 0.1 * VOLUME_TOLERANCE)
     if moved.any():
         # More than rounding: silences inside of operators, whose number exceeds that of what was learned only where
         # it is true.
@@ -148,6 +149,10 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
         expected = np.where(unseen, 0.0, expected)
         best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
     return expected, best[1]
+
+
+def _by_protocol(factor: Floats, tolerance: float) -> Flags:
+    return np.asarray(np.isclose(factor[:, None], PROTOCOLS, rtol=tolerance).any(1))
 
 
 def _refined(
@@ -283,8 +288,10 @@ def _refine(
         if exact[index]:
             refined[index] = expected[index]
             continue
-        # Too few bytes to be told from what is lost in the others' rounding.
-        refined[index] = round(expected[index] * factor, 3) if LEAST_FACTOR <= factor <= MOST_FACTOR else 0.0
+        size = expected[index] * factor
+        # A few bytes may be many times what is called; too few are lost in the others' rounding.
+        known = factor >= LEAST_FACTOR and (factor <= MOST_FACTOR or size <= ROUNDED)
+        refined[index] = round(size, 3) if known else 0.0
     return refined
 
 

@@ -9,11 +9,15 @@ from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import ENDS, FOREVER
 from pulse_bpf.schema import I32, STR
 
+# A clear-to-send is a packet of 142 bytes for a slice of data, and all but the smallest have more than 20 times that.
+CONTROL_SHARE = 0.05
+
 
 def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.DataFrame) -> pl.DataFrame:
-    """flow and `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`).
+    """flow, `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`); and `data`, that
+    way where what went the other way can only be control.
 
-    NCCL's connections carry data one way, and small clear-to-send writes the other.
+    NCCL's connections carry data one way, and small clear-to-send writes the other, which not all sources tell apart.
     """
     there = totals.select(
         pl.col("flow").alias("peer_flow"), pl.col("rx").alias("out"), pl.col("tx").alias("back")
@@ -26,8 +30,11 @@ def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.Data
         .agg(pl.col("tx", "rx").first(), pl.col("out", "back").mean())
     )
     sent, received = pl.sum_horizontal("tx", "out"), pl.sum_horizontal("rx", "back")
+    direction = pl.when(sent >= received).then(pl.lit("tx")).otherwise(pl.lit("rx"))
+    less = pl.min_horizontal(sent, received)
+    control = (less > 0) & (less <= CONTROL_SHARE * pl.max_horizontal(sent, received))
     return both.filter(sent + received > 0).select(
-        "flow", direction=pl.when(sent >= received).then(pl.lit("tx")).otherwise(pl.lit("rx"))
+        "flow", direction=direction, data=pl.when(control).then(direction)
     )
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Curves, Floats, Longs
 from pulse_bpf.analysis.ends import (
+    LINES,
     LONGEST_STEP_NS,
     ROUNDED,
     UNDECIDED,
@@ -348,6 +349,8 @@ def walk(
                 if again >= 0:
                     near = again
                     state.cut_short[group] = True
+            elif not hit and size_of > LINES:
+                near = _of_bin(cum[:count], near)
             state.end[group] = ends if rules.alone[group] else near
             state.at[group] = near
             state.phase[group] = FOLLOW
@@ -363,6 +366,15 @@ def walk(
         Pool(more.key[:held], more.t_ns[:held], more.net[:held], more.retx[:held], more.ctl[:held]),
         needed,
     )
+
+
+@compiled
+def _of_bin(cum: Longs, end: float) -> float:
+    """Where an operator ends: with its bin, where that holds but what rounding may leave over of the next one."""
+    low = np.searchsorted(cum, np.int64(np.ceil(end - ROUNDED)))
+    if low < len(cum) and cum[low] <= end + ROUNDED:
+        return float(cum[low])
+    return end
 
 
 @compiled
