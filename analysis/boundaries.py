@@ -13,6 +13,8 @@ from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
+# Where volumes are exact, no more than this share of an operator is missing at its end.
+EXACT = 2e-4
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
@@ -34,7 +36,7 @@ class Learned(NamedTuple):
     `paced`: the process waits for each operator before the next call, so the bytes between two calls are the first
     one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
     operators and nobody else's call may bring their bytes. Where a process pauses for `step_ns` before a call, all
-    operators before it are done.
+    operators before it are done. `short` is what may be missing of an operator that ends in a silence, as a share.
     """
 
     expected: Floats
@@ -42,6 +44,7 @@ class Learned(NamedTuple):
     paced: bool
     alone: bool
     step_ns: float
+    short: float
 
 
 def learn(
@@ -73,7 +76,7 @@ def learn(
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        return Learned(expected, float(low[0]), True, True, np.inf)
+        return Learned(expected, float(low[0]), True, True, np.inf, VOLUME_TOLERANCE)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
     waited = _waited(first_ns, bin_ns)
     anchored = np.zeros_like(waited)
@@ -84,7 +87,9 @@ def learn(
         if (rows >= 0).sum() >= MOSTLY * len(rows):
             anchored[np.flatnonzero(waited)[rows >= 0]] = True
             low[anchored] = before[rows[rows >= 0]]
-    curve = Curve(low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored)
+    curve = Curve(
+        low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored, VOLUME_TOLERANCE
+    )
     expected, track = _fit(curve, expected, kind, certain)
     step_ns = np.inf
     if anchored.any():
@@ -93,7 +98,13 @@ def learn(
         carried = np.diff(low[steps])
         if (carried <= called + VOLUME_TOLERANCE * called + 2 * bin_bytes).sum() >= MOSTLY * len(called):
             step_ns = float(np.diff(first_ns, prepend=first_ns[0])[anchored].min())
-    return Learned(expected, float(track.starts[0]), paced, False, step_ns)
+    short = VOLUME_TOLERANCE
+    if not lossy:
+        # Where silences are where operators should end exactly, those shortly before an end are inside of operators.
+        exact = best_track(curve._replace(short=EXACT), expected, np.ones(1), float(track.starts[0]))[1]
+        if 2 * exact.snapped.sum() >= track.snapped.sum():
+            track, short = exact, EXACT
+    return Learned(expected, float(track.starts[0]), paced, False, step_ns, short)
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:

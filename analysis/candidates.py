@@ -47,7 +47,8 @@ def candidates(
     `use` "collective" and "alltoall" name the ranks of the processes that have the QPs, as all members take part.
     `use` "pairs" names those that call: the receiver has the QP itself, while the sender hands its data to the process
     that has, if that sits on the receiver's rail (PXN, ncclTopoGetNetDev in src/graph/search.cc). `use` is null where
-    no call of the communicator was seen that could use the QP.
+    no call of the communicator was seen that could use the QP. Between ranks that are no neighbours in a layout of the
+    communicator's channels, as far as that is known, a QP serves a collective only when nothing else can use it.
     """
     members = members_of(recording["comms"])
     open_ends = known.drop(ENDS[1:]).join(possible, on="flow").select(known.columns)
@@ -59,11 +60,28 @@ def candidates(
     with_calls = pl.concat([collective.select("flow", "comm_id"), pairs.select("flow", "comm_id")])
     unknown = ends.join(with_calls, on=["flow", "comm_id"], how="anti").with_columns(use=pl.lit(None, STR))
     columns = ["flow", "peer_flow", "node", "peer_node", "comm_id", "use", "rank", "nranks", "peer_rank"]
+    every = pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
+    stranger = (pl.col("use") == "collective") & ~pl.col("peer_rank").is_in(pl.col("neighbours"))
     return (
-        pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
-        .unique(maintain_order=True)
+        every.unique(maintain_order=True)
+        .join(_neighbours(recording["channels"]), on=["comm_id", "rank"], how="left", maintain_order="left")
+        .with_columns(stranger=stranger.fill_null(False))
+        .filter(~pl.col("stranger") | pl.col("stranger").all().over("flow"))
+        .drop("neighbours", "stranger")
         .with_columns(open=pl.col("flow").is_in(possible["flow"].implode()))
         .sort("flow", "comm_id", "use", "rank", "peer_rank")
+    )
+
+
+def _neighbours(channels: pl.DataFrame) -> pl.DataFrame:
+    """comm_id, rank and its `neighbours` in all rings and trees, of ranks with a neighbour."""
+    beside = pl.concat_list("ring_prev", "ring_next", "tree_up", pl.col("tree_down").fill_null([]))
+    return (
+        channels.select("comm_id", "rank", neighbours=beside)
+        .explode("neighbours")
+        .drop_nulls()
+        .group_by("comm_id", "rank")
+        .agg(pl.col("neighbours").unique())
     )
 
 

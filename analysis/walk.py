@@ -65,6 +65,7 @@ class Rules(NamedTuple):
     paced: Flags
     alone: Flags
     lossy: Flags
+    short: Floats
     bin_ns: Longs
     window_bytes: Floats
 
@@ -102,7 +103,7 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
 
     return (
         Calls(zeros(), zeros(), none, none, np.zeros(0), none, np.zeros(0, np.bool_), np.zeros(0), zeros()),
-        Rules(flags(), flags(), flags(), flags(), zeros(), np.zeros(groups)),
+        Rules(flags(), flags(), flags(), flags(), np.zeros(groups), zeros(), np.zeros(groups)),
         State(
             zeros(),
             zeros(),
@@ -339,7 +340,7 @@ def walk(
             if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
                 break
             quiet, start_of = state.quiet[group], state.at[group]
-            near, hit = drawn(silences, silent, quiet, start_of, size_of)
+            near, hit = drawn(silences, silent, quiet, start_of, size_of, rules.short[group])
             unsettled = rules.lossy[group] and not rules.alone[group] and calls.settled[group] <= op
             if unsettled and not hit and op + 2 < last_op:
                 sizes = calls.expected[op : op + 3]
