@@ -13,8 +13,9 @@ from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
-# Where volumes are exact, no more than this share of an operator is missing at its end.
-EXACT = 2e-4
+# Where volumes are exact, no more than this share of an operator is missing at its end, and silences before are inside
+# of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least.
+EXACT, EXACT_SHARE = 2e-4, 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
@@ -100,11 +101,17 @@ def learn(
             step_ns = float(np.diff(first_ns, prepend=first_ns[0])[anchored].min())
     short = VOLUME_TOLERANCE
     if not lossy:
-        # Where silences are where operators should end exactly, those shortly before an end are inside of operators.
         exact = best_track(curve._replace(short=EXACT), expected, np.ones(1), float(track.starts[0]))[1]
-        if 2 * exact.snapped.sum() >= track.snapped.sum():
+        hits = _exact_hits(exact, expected)
+        if hits and hits >= max(_exact_hits(track, expected), EXACT_SHARE * track.snapped.sum()):
             track, short = exact, EXACT
     return Learned(expected, float(track.starts[0]), paced, False, step_ns, short)
+
+
+def _exact_hits(track: Track, expected: Floats) -> int:
+    """How many operators end in a silence with all their bytes and no more."""
+    off = np.abs(track.ends - track.starts - expected)
+    return int((track.snapped & (off <= np.maximum(EXACT * expected, ROUNDED))).sum())
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:

@@ -25,8 +25,8 @@ class Curve(NamedTuple):
     """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
 
     `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
-    full bin. `lossy`: whether bytes may be missing; `anchored`: what begins at its call, however many are. `short`: as of
-    ends.drawn.
+    full bin. `lossy`: whether bytes may be missing; `anchored`: what begins at its call, however many are. `short`: as
+    of ends.drawn.
     """
 
     low: Floats
