@@ -103,7 +103,15 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
 
     return (
         Calls(zeros(), zeros(), none, none, np.zeros(0), none, np.zeros(0, np.bool_), np.zeros(0), zeros()),
-        Rules(flags(), flags(), flags(), flags(), np.zeros(groups), zeros(), np.zeros(groups)),
+        Rules(
+            flags(),
+            flags(),
+            flags(),
+            flags(),
+            np.full(groups, VOLUME_TOLERANCE),
+            zeros(),
+            np.zeros(groups),
+        ),
         State(
             zeros(),
             zeros(),
