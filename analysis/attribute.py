@@ -5,12 +5,13 @@ from __future__ import annotations
 import polars as pl
 
 from pulse_bpf.analysis.bursts import bursts
+from pulse_bpf.analysis.by_volume import HEADER_BYTES, MTUS
 from pulse_bpf.analysis.candidates import candidates, data_directions
 from pulse_bpf.analysis.channels import with_channels
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import FOREVER, QP, with_owners, with_peers
 from pulse_bpf.analysis.samples import PORT
-from pulse_bpf.analysis.settling import settle
+from pulse_bpf.analysis.settling import on_wire, settle
 from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
 
 # One row per life of a queue pair.
@@ -19,7 +20,9 @@ from pulse_bpf.schema import F64, I32, I64, STR, U8, U32, U64
 # bytes belong to: of a collective the owner, as all its members take part; of point-to-point calls (`use` "pairs") the
 # caller, which with PXN is any process of the node, and null where several may be (`ranks`, then of more than one).
 # `peer_pid`, `peer_rank`, `peer_ranks` and `peer_owner_pid` are the same of the other end. `channel` is null where
-# unknown. `confidence` (0 to 1) and `evidence` tell why it is attributed, `reason` why it is not: then comm_id is null.
+# unknown. `data` is the direction of its data, where the source took what went the other way, control, for data, too;
+# its source counts `wire_factor` bytes for each byte of data. `confidence` (0 to 1) and `evidence` tell why it is
+# attributed, `reason` why it is not: then comm_id is null.
 _FLOWS: dict[str, pl.DataType | type[pl.DataType]] = {
     "flow": U64,
     "node": STR,
@@ -41,6 +44,8 @@ _FLOWS: dict[str, pl.DataType | type[pl.DataType]] = {
     "peer_pid": I64,
     "peer_rank": I32,
     "peer_ranks": pl.List(I32),
+    "data": STR,
+    "wire_factor": F64,
     "created_ns": I64,
     "confidence": F64,
     "evidence": STR,
@@ -114,7 +119,8 @@ def flows(recording: Recording) -> pl.DataFrame:
     carried = bursts(recording.samples, recording.lives["flow"])
     paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], carried.totals())
     known = with_owners(paired, recording["comms"])
-    directions = data_directions(carried.totals(), known, possible)
+    told = data_directions(carried.totals(), known, possible)
+    directions = told.drop("data")
     found = candidates(known, possible, recording, directions)
     settled = settle(found, directions, recording, carried)
     there = known.select("nic", peer_flow="flow", end_pid="owner_pid")
@@ -141,7 +147,9 @@ def flows(recording: Recording) -> pl.DataFrame:
         .then(pl.lit("its peer is unknown"))
         .otherwise(pl.lit("no communicator seen holds both its ends"))
     )
-    flows = joined.with_columns(reason=reason).select(
-        pl.col(name).cast(dtype) for name, dtype in FLOWS.items()
+    mtu_bytes = pl.coalesce("path_mtu", pl.col("path_mtu").mode().first(), pl.lit(MTUS[0]))
+    flows = joined.join(told.select("flow", "data"), on="flow", how="left").with_columns(
+        reason=reason, wire_factor=1 + HEADER_BYTES / mtu_bytes if on_wire(recording) else pl.lit(1.0)
     )
+    flows = flows.select(pl.col(name).cast(dtype) for name, dtype in FLOWS.items())
     return with_channels(flows, directions, recording["channels"])

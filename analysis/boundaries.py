@@ -13,6 +13,9 @@ from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
+# Where volumes are exact, no more than this share of an operator is missing at its end, and silences before are inside
+# of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least.
+EXACT, EXACT_SHARE = 2e-4, 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
@@ -34,7 +37,7 @@ class Learned(NamedTuple):
     `paced`: the process waits for each operator before the next call, so the bytes between two calls are the first
     one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
     operators and nobody else's call may bring their bytes. Where a process pauses for `step_ns` before a call, all
-    operators before it are done.
+    operators before it are done. `short` is what may be missing of an operator that ends in a silence, as a share.
     """
 
     expected: Floats
@@ -42,6 +45,7 @@ class Learned(NamedTuple):
     paced: bool
     alone: bool
     step_ns: float
+    short: float
 
 
 def learn(
@@ -73,7 +77,7 @@ def learn(
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        return Learned(expected, float(low[0]), True, True, np.inf)
+        return Learned(expected, float(low[0]), True, True, np.inf, VOLUME_TOLERANCE)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
     waited = _waited(first_ns, bin_ns)
     anchored = np.zeros_like(waited)
@@ -84,7 +88,9 @@ def learn(
         if (rows >= 0).sum() >= MOSTLY * len(rows):
             anchored[np.flatnonzero(waited)[rows >= 0]] = True
             low[anchored] = before[rows[rows >= 0]]
-    curve = Curve(low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored)
+    curve = Curve(
+        low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored, VOLUME_TOLERANCE
+    )
     expected, track = _fit(curve, expected, kind, certain)
     step_ns = np.inf
     if anchored.any():
@@ -93,7 +99,19 @@ def learn(
         carried = np.diff(low[steps])
         if (carried <= called + VOLUME_TOLERANCE * called + 2 * bin_bytes).sum() >= MOSTLY * len(called):
             step_ns = float(np.diff(first_ns, prepend=first_ns[0])[anchored].min())
-    return Learned(expected, float(track.starts[0]), paced, False, step_ns)
+    short = VOLUME_TOLERANCE
+    if not lossy:
+        exact = best_track(curve._replace(short=EXACT), expected, np.ones(1), float(track.starts[0]))[1]
+        hits = _exact_hits(exact, expected)
+        if hits and hits >= max(_exact_hits(track, expected), EXACT_SHARE * track.snapped.sum()):
+            track, short = exact, EXACT
+    return Learned(expected, float(track.starts[0]), paced, False, step_ns, short)
+
+
+def _exact_hits(track: Track, expected: Floats) -> int:
+    """How many operators end in a silence with all their bytes and no more."""
+    off = np.abs(track.ends - track.starts - expected)
+    return int((track.snapped & (off <= np.maximum(EXACT * expected, ROUNDED))).sum())
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:
@@ -135,8 +153,9 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
     best, expected = _by_kind(curve, kind, expected, best)
     first, guessed = best, expected
     best, expected = _refined(curve, best, volume, kind, expected, np.zeros_like(certain))
-    by_protocol = np.isclose((guessed / volume)[:, None], PROTOCOLS, rtol=1e-9).any(1)
-    moved = by_protocol & (np.abs(expected - guessed) > LINES)
+    moved = _by_protocol(guessed / volume, 1e-9) & (np.abs(expected - guessed) > LINES)
+    # What is learned to be another protocol's is no chance.
+    moved &= ~_by_protocol(expected / volume, 0.1 * VOLUME_TOLERANCE)
     if moved.any():
         # More than rounding: silences inside of operators, whose number exceeds that of what was learned only where
         # it is true.
@@ -148,6 +167,10 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
         expected = np.where(unseen, 0.0, expected)
         best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
     return expected, best[1]
+
+
+def _by_protocol(factor: Floats, tolerance: float) -> Flags:
+    return np.asarray(np.isclose(factor[:, None], PROTOCOLS, rtol=tolerance).any(1))
 
 
 def _refined(
@@ -283,8 +306,10 @@ def _refine(
         if exact[index]:
             refined[index] = expected[index]
             continue
-        # Too few bytes to be told from what is lost in the others' rounding.
-        refined[index] = round(expected[index] * factor, 3) if LEAST_FACTOR <= factor <= MOST_FACTOR else 0.0
+        size = expected[index] * factor
+        # A few bytes may be many times what is called; too few are lost in the others' rounding.
+        known = factor >= LEAST_FACTOR and (factor <= MOST_FACTOR or size <= ROUNDED)
+        refined[index] = round(size, 3) if known else 0.0
     return refined
 
 

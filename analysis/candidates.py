@@ -9,11 +9,15 @@ from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import ENDS, FOREVER
 from pulse_bpf.schema import I32, STR
 
+# A clear-to-send is a packet of 142 bytes for a slice of data, and all but the smallest have more than 20 times that.
+CONTROL_SHARE = 0.05
+
 
 def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.DataFrame) -> pl.DataFrame:
-    """flow and `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`).
+    """flow, `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`); and `data`, that
+    way where what went the other way can only be control.
 
-    NCCL's connections carry data one way, and small clear-to-send writes the other.
+    NCCL's connections carry data one way, and small clear-to-send writes the other, which not all sources tell apart.
     """
     there = totals.select(
         pl.col("flow").alias("peer_flow"), pl.col("rx").alias("out"), pl.col("tx").alias("back")
@@ -26,8 +30,11 @@ def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.Data
         .agg(pl.col("tx", "rx").first(), pl.col("out", "back").mean())
     )
     sent, received = pl.sum_horizontal("tx", "out"), pl.sum_horizontal("rx", "back")
+    direction = pl.when(sent >= received).then(pl.lit("tx")).otherwise(pl.lit("rx"))
+    less = pl.min_horizontal(sent, received)
+    control = (less > 0) & (less <= CONTROL_SHARE * pl.max_horizontal(sent, received))
     return both.filter(sent + received > 0).select(
-        "flow", direction=pl.when(sent >= received).then(pl.lit("tx")).otherwise(pl.lit("rx"))
+        "flow", direction=direction, data=pl.when(control).then(direction)
     )
 
 
@@ -40,7 +47,8 @@ def candidates(
     `use` "collective" and "alltoall" name the ranks of the processes that have the QPs, as all members take part.
     `use` "pairs" names those that call: the receiver has the QP itself, while the sender hands its data to the process
     that has, if that sits on the receiver's rail (PXN, ncclTopoGetNetDev in src/graph/search.cc). `use` is null where
-    no call of the communicator was seen that could use the QP.
+    no call of the communicator was seen that could use the QP. Between ranks that are no neighbours in a layout of the
+    communicator's channels, as far as that is known, a QP serves a collective only when nothing else can use it.
     """
     members = members_of(recording["comms"])
     open_ends = known.drop(ENDS[1:]).join(possible, on="flow").select(known.columns)
@@ -52,11 +60,28 @@ def candidates(
     with_calls = pl.concat([collective.select("flow", "comm_id"), pairs.select("flow", "comm_id")])
     unknown = ends.join(with_calls, on=["flow", "comm_id"], how="anti").with_columns(use=pl.lit(None, STR))
     columns = ["flow", "peer_flow", "node", "peer_node", "comm_id", "use", "rank", "nranks", "peer_rank"]
+    every = pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
+    stranger = (pl.col("use") == "collective") & ~pl.col("peer_rank").is_in(pl.col("neighbours"))
     return (
-        pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
-        .unique(maintain_order=True)
+        every.unique(maintain_order=True)
+        .join(_neighbours(recording["channels"]), on=["comm_id", "rank"], how="left", maintain_order="left")
+        .with_columns(stranger=stranger.fill_null(False))
+        .filter(~pl.col("stranger") | pl.col("stranger").all().over("flow"))
+        .drop("neighbours", "stranger")
         .with_columns(open=pl.col("flow").is_in(possible["flow"].implode()))
         .sort("flow", "comm_id", "use", "rank", "peer_rank")
+    )
+
+
+def _neighbours(channels: pl.DataFrame) -> pl.DataFrame:
+    """comm_id, rank and its `neighbours` in all rings and trees, of ranks with a neighbour."""
+    beside = pl.concat_list("ring_prev", "ring_next", "tree_up", pl.col("tree_down").fill_null([]))
+    return (
+        channels.select("comm_id", "rank", neighbours=beside)
+        .explode("neighbours")
+        .drop_nulls()
+        .group_by("comm_id", "rank")
+        .agg(pl.col("neighbours").unique())
     )
 
 

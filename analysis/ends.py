@@ -19,14 +19,18 @@ HOLE_BINS, LONGEST_STEP_NS = 3, 1_000_000_000
 
 
 @compiled
-def drawn(silences: Longs, count: int, quiet: float, start: float, size: float) -> tuple[float, bool]:
+def drawn(
+    silences: Longs, count: int, quiet: float, start: float, size: float, short: float = VOLUME_TOLERANCE
+) -> tuple[float, bool]:
     """The end of an operator of `size` bytes from `start`, drawn to the nearest silence if near, and whether it is.
 
     Of several silences within some lines of each other it is the first: what follows is the next, small operator.
-    Of the `silences` the first `count` count; `quiet` is the last one before them.
+    Of the `silences` the first `count` count; `quiet` is the last one before them. So much of it may lie after its
+    end: `short`, a share.
     """
     end = start + size
     reach = max(VOLUME_TOLERANCE * size, ROUNDED)
+    back = max(short * size, ROUNDED)
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -35,14 +39,14 @@ def drawn(silences: Longs, count: int, quiet: float, start: float, size: float) 
         else:
             high = middle
     near = float(silences[low - 1]) if low > 0 else quiet
-    if low < count and silences[low] - end < end - near:
+    if low < count and (silences[low] - end < end - near or end - near > back):
         near = float(silences[low])
     if size > LINES:
         while low > 0 and silences[low - 1] >= near - ROUNDED and silences[low - 1] > start:
             low -= 1
         if low < count and near - ROUNDED <= silences[low] < near:
             near = float(silences[low])
-    if abs(near - end) <= reach and near > start:
+    if -back <= near - end <= reach and near > start:
         return near, True
     return end, False
 

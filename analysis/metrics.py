@@ -10,7 +10,7 @@ from pulse_bpf import schema
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.pairing import QP
 from pulse_bpf.analysis.samples import PORT
-from pulse_bpf.analysis.segment import PROCESS
+from pulse_bpf.analysis.segment import KEY, PROCESS
 from pulse_bpf.analysis.stream import Segments
 from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U64
 
@@ -45,8 +45,9 @@ def measure(
 
     `level`: "flow" for one operator on one flow group; "nic" for one operator and direction of a NIC, summed
     over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes
-    of a flow group outside every call seen; "unattributed" for bytes of a NIC that belong to no communicator
-    (`reason`). All bytes of the samples are in exactly one row of level flow, traffic or unattributed.
+    of a flow group outside every call seen, and for control that its source counts as data; "unattributed" for bytes of
+    a NIC that belong to no communicator (`reason`). All bytes of the samples are in exactly one row of level flow,
+    traffic or unattributed.
     `burst_gbps` is the upper quartile of the rates over windows of equal volume; `last_byte_ns` is known also
     where end_ns is null; `covered`: whether the node's traffic was being watched at the call; `op_bytes`,
     `nccl_seq`, `nranks` are those of the call; `paced` as boundaries.learn says. `byte_mean_ns` is when its bytes moved
@@ -74,6 +75,21 @@ def measure(
         level=pl.lit("traffic"),
         origin=pl.lit("traffic"),
     )
+    # What the source could not tell from data.
+    control = (
+        segments.totals.join(flows.filter(pl.col("comm_id").is_not_null()), on="flow")
+        .filter(pl.col("direction") != pl.col("data"))
+        .group_by(*KEY, "gpu", "peer_pid")
+        .agg(
+            pl.col("bytes", "retx_bytes", "ctl_packets").sum(),
+            pl.col("first_ns").min().alias("start_ns"),
+            (pl.col("last_ns").max() + pl.col("bin_ns").max()).alias("last_byte_ns"),
+            pl.col("flow").unique().sort().alias("flows"),
+            pl.col("bin_ns").max(),
+        )
+        .drop("use")
+        .with_columns(level=pl.lit("traffic"), origin=pl.lit("traffic"))
+    )
     listed = pl.concat([flows.select("flow", *QP, "comm_id", "reason"), unlisted], how="diagonal")
     unattributed = (
         segments.totals.join(listed, on="flow")
@@ -89,7 +105,7 @@ def measure(
         )
         .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
     )
-    table = pl.concat([_timed(own), traffic, unattributed], how="diagonal_relaxed")
+    table = pl.concat([_timed(own), traffic, control, unattributed], how="diagonal_relaxed")
     return table.select(
         (pl.col(name) if name in table.columns else pl.lit(None)).cast(dtype).alias(name)
         for name, dtype in OPERATORS.items()

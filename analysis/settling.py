@@ -52,7 +52,7 @@ def settle(
     the ranks. Both ends of a QP count alike.
     """
     several = candidates.filter(pl.len().over("flow") > 1)
-    scored = by_volume.score(several, directions, recording["ops"], bursts, _on_wire(recording))
+    scored = by_volume.score(several, directions, recording["ops"], bursts, on_wire(recording))
     scored = _with_other_end(scored)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
@@ -80,7 +80,7 @@ def settle(
     return _named(chosen, recording["comms"]).with_columns(pl.when(~unknown).then(pl.col(peer)).name.keep())
 
 
-def _on_wire(recording: Recording) -> bool:
+def on_wire(recording: Recording) -> bool:
     """Whether a source of the samples counts headers."""
     sources = [
         source for manifest in recording.manifests for source in (manifest, *manifest.get("sources", ()))

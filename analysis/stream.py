@@ -219,7 +219,8 @@ class Cutter:
         rules.learned[chosen] = True
         self._settle_windows(chosen, rows)
         calls = self._volumes.of(used.filter(pl.col("total") > 0), pl.Series(chosen, dtype=U32), limit_ns)
-        owner, seen, volume = (calls[name].to_numpy() for name in ("group", "seen", "volume"))
+        owner, seen = (calls[name].to_numpy() for name in ("group", "seen"))
+        volume = calls["volume"].to_numpy() * self._groups["wire_factor"].to_numpy()[owner]
         first_ns, last_ns = (calls[f"{name}_call_ns"].to_numpy() for name in ("first", "last"))
         kind, certain = calls["kind_index"].to_numpy(), calls["certain"].to_numpy()
         expected = volume.copy()
@@ -250,6 +251,7 @@ class Cutter:
                 kind[later], kind[here], learned.expected, volume[here], learned.paced
             )
             rules.paced[group], rules.alone[group] = learned.paced, learned.alone
+            rules.short[group] = learned.short
             pause_ns = np.diff(first_ns[begin:end], prepend=first_ns[begin])
             waited[begin:end] = pause_ns >= learned.step_ns
             state.at[group] = learned.at
@@ -317,12 +319,14 @@ class Cutter:
 
 
 def _groups(flows: pl.DataFrame) -> tuple[pl.DataFrame, Longs]:
-    """The flow groups there may be, one per KEY, and the one (or -1) of each flow, received and sent."""
+    """The flow groups there may be, one per KEY, and the one of each flow, received and sent: -1 for none, and for what
+    is known to be control."""
     known = flows.with_row_index("number").filter(pl.col("comm_id").is_not_null())
     both = pl.concat([known.with_columns(direction=pl.lit(way)) for way in ("rx", "tx")])
+    both = both.filter((pl.col("direction") == pl.col("data")).fill_null(True))
     groups = (
         both.group_by(KEY)
-        .agg(pl.col("gpu", "peer_pid").first())
+        .agg(pl.col("gpu", "peer_pid").first(), pl.col("wire_factor").mean())
         .sort(KEY)
         .with_row_index("group")
         .with_columns(

@@ -25,7 +25,8 @@ class Curve(NamedTuple):
     """What bounds operators, in cumulated bytes: an operator begins at or after `low`, and may end in `silences`.
 
     `waited`: whether the host paused before the call, probably until all before it was done; `bin_bytes` of a
-    full bin. `lossy`: whether bytes may be missing; `anchored`: what begins at its call, however many are.
+    full bin. `lossy`: whether bytes may be missing; `anchored`: what begins at its call, however many are. `short`: as
+    of ends.drawn.
     """
 
     low: Floats
@@ -35,6 +36,7 @@ class Curve(NamedTuple):
     bin_bytes: float
     lossy: bool
     anchored: Flags
+    short: float
 
 
 class Track(NamedTuple):
@@ -168,7 +170,7 @@ def _lay(
             pauses += 1
             punctual += abs(at - low[index]) <= 2 * curve.bin_bytes
         size = volume[index] * factor
-        at, hit = drawn(silences, len(silences), -np.inf, start, size)
+        at, hit = drawn(silences, len(silences), -np.inf, start, size, curve.short)
         if curve.lossy and not hit and index + 2 < count:
             sizes = volume[index : index + 3]
             again = resumed(silences, len(silences), -np.inf, start, sizes, factor, curve.total, True)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Curves, Floats, Longs
 from pulse_bpf.analysis.ends import (
+    LINES,
     LONGEST_STEP_NS,
     ROUNDED,
     UNDECIDED,
@@ -64,6 +65,7 @@ class Rules(NamedTuple):
     paced: Flags
     alone: Flags
     lossy: Flags
+    short: Floats
     bin_ns: Longs
     window_bytes: Floats
 
@@ -101,7 +103,15 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
 
     return (
         Calls(zeros(), zeros(), none, none, np.zeros(0), none, np.zeros(0, np.bool_), np.zeros(0), zeros()),
-        Rules(flags(), flags(), flags(), flags(), zeros(), np.zeros(groups)),
+        Rules(
+            flags(),
+            flags(),
+            flags(),
+            flags(),
+            np.full(groups, VOLUME_TOLERANCE),
+            zeros(),
+            np.zeros(groups),
+        ),
         State(
             zeros(),
             zeros(),
@@ -338,7 +348,7 @@ def walk(
             if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
                 break
             quiet, start_of = state.quiet[group], state.at[group]
-            near, hit = drawn(silences, silent, quiet, start_of, size_of)
+            near, hit = drawn(silences, silent, quiet, start_of, size_of, rules.short[group])
             unsettled = rules.lossy[group] and not rules.alone[group] and calls.settled[group] <= op
             if unsettled and not hit and op + 2 < last_op:
                 sizes = calls.expected[op : op + 3]
@@ -348,6 +358,8 @@ def walk(
                 if again >= 0:
                     near = again
                     state.cut_short[group] = True
+            elif not hit and size_of > LINES:
+                near = _of_bin(cum[:count], near)
             state.end[group] = ends if rules.alone[group] else near
             state.at[group] = near
             state.phase[group] = FOLLOW
@@ -363,6 +375,15 @@ def walk(
         Pool(more.key[:held], more.t_ns[:held], more.net[:held], more.retx[:held], more.ctl[:held]),
         needed,
     )
+
+
+@compiled
+def _of_bin(cum: Longs, end: float) -> float:
+    """Where an operator ends: with its bin, where that holds but what rounding may leave over of the next one."""
+    low = np.searchsorted(cum, np.int64(np.ceil(end - ROUNDED)))
+    if low < len(cum) and cum[low] <= end + ROUNDED:
+        return float(cum[low])
+    return end
 
 
 @compiled

@@ -19,7 +19,7 @@ def cut(
     learned = boundaries.learn(t_ns, np.cumsum(net), bin_ns, call_ns, call_ns, volume, kind, certain, lossy)
     _, rules, state = walk.nothing_known(1)
     rules.learned[:], rules.bin_ns[:] = True, bin_ns
-    rules.lossy[:] = lossy
+    rules.lossy[:], rules.short[:] = lossy, learned.short
     rules.paced[:], rules.alone[:], state.at[:] = learned.paced, learned.alone, learned.at
     one = np.array([count])
     sums = np.full(count, -1)

@@ -35,6 +35,17 @@ def told(directory: Path, workload: str, source: str, conditions: tuple[str, ...
     return compare(directory)
 
 
+def test_ranks_that_are_no_neighbours_in_a_ring_share_no_queue_pair_of_it(tmp_path: Path) -> None:
+    """Bytes read every 10 ms show no bursts, so that a queue pair may serve any call between its ends."""
+    simulate("healthy", tmp_path, seed=5, nodes=8, gpus=2, workload="moe", seconds=0.2, source="diag+netlink")
+    known = compare(tmp_path)
+    (tmp_path / "channels.parquet").unlink()
+    unknown = compare(tmp_path)
+    assert known.right > unknown.right + 0.2
+    assert known.wrong < unknown.wrong
+    assert known.caller_wrong == 0
+
+
 @pytest.mark.parametrize(
     ("workload", "source", "conditions", "least"),
     [

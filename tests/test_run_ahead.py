@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from cuts import cut
 
+from pulse_bpf.analysis import walk
 from pulse_bpf.analysis.curves import Longs
 
 BIN_NS = 1_000_000
@@ -30,6 +31,25 @@ def test_operators_are_cut_by_volume_whenever_they_were_called(ahead: bool) -> N
     assert learned.paced == (not ahead)
     assert learned.expected.tolist() == volume.tolist()
     assert found.tolist() == volume.tolist()
+
+
+def test_a_silence_shortly_before_an_end_is_inside_of_the_operator() -> None:
+    """Operators of a step follow each other without a gap, but the first pauses before its last bin."""
+    steps, bins = 6, np.array([300] * 5 + [270])
+    of_step = np.arange(bins.sum()) + np.where(np.arange(bins.sum()) >= bins[0] - 1, 3, 0)
+    t_ns = (np.arange(steps)[:, None] * 3000 + of_step).ravel() * BIN_NS
+    volume = np.tile(bins * 81920.0, steps)
+    call_ns = ((np.arange(steps)[:, None] * 3000 - 1) * BIN_NS + np.arange(len(bins)) * 1000).ravel()
+    net = np.full(len(t_ns), 81920)
+    _, found = cut(t_ns, net, BIN_NS, call_ns, volume, np.tile([0] * 5 + [1], steps))
+    assert found.tolist() == volume.tolist()
+
+
+def test_what_rounding_leaves_over_does_not_move_a_start() -> None:
+    ends = np.array([4096, 8192, 8192, 12288])
+    assert walk._of_bin(ends, 8180.0) == 8192
+    assert walk._of_bin(ends, 8200.0) == 8192
+    assert walk._of_bin(ends, 8000.0) == 8000
 
 
 def test_lost_samples_do_not_shift_what_follows() -> None:

@@ -11,8 +11,9 @@ import polars as pl
 import pytest
 from sim_runs import LATENCY_NS, MESSAGE_BYTES, PERIOD_NS, SENDING_NS, TRUTH, Run, ring_loop, table
 
-from pulse_bpf.analysis import operators
-from pulse_bpf.lab.boundaries import compare
+from pulse_bpf.analysis import measure, operators
+from pulse_bpf.analysis.load import load
+from pulse_bpf.lab.boundaries import compare, visible
 from pulse_bpf.lab.sim.clocks import EPOCH_NS
 from pulse_bpf.lab.sim.model import Kind
 from pulse_bpf.lab.sim.options import options
@@ -35,6 +36,19 @@ def test_derived_operators_are_those_of_the_truth(tmp_path: Path, conditions: li
     directory = ring_loop(gpus=1, clock=chosen).write(tmp_path / "r", chosen)
     near = compare(operators([directory]), table(directory, "truth_operators"))
     assert near.true == near.found == near.starts_within_1 == near.ends_within_1 == 2 * 4 * 40
+
+
+def test_a_source_that_counts_control_and_headers_finds_what_it_sees(tmp_path: Path) -> None:
+    chosen = options("pcc", [])
+    directory = ring_loop(gpus=1, clock=chosen).write(tmp_path / "r", chosen)
+    recording = load([directory])
+    found, _ = measure(recording)
+    truth = visible(table(directory, "truth_operators"), recording)
+    near = compare(found, truth)
+    assert near.true == near.found == near.starts_within_1 == near.ends_within_1 == 4 * 40
+    assert near.invented == 0
+    every = found.filter(pl.col("level").is_in(["flow", "traffic", "unattributed"]))
+    assert every["bytes"].sum() == recording["samples"]["bytes"].sum()
 
 
 def test_operators_are_numbered_by_the_calls_that_were_seen(tmp_path: Path) -> None:

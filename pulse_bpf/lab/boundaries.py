@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import polars as pl
 
+from pulse_bpf.analysis.load import Recording
+
 # One operator in one direction between two ranks; its channels count as one.
 KEY = ["node", "nic", "direction", "pid", "comm_id", "op_seq", "peer_rank"]
 
@@ -25,6 +27,19 @@ class Boundaries:
     ends_within_1: int
     ends_within_3: int
     invented: int = 0
+
+
+def visible(truth: pl.DataFrame, recording: Recording) -> pl.DataFrame:
+    """The rows of `truth` (truth_operators.parquet) of which the source of the `recording`'s samples sees the bytes.
+
+    A source that sees only what is sent knows nothing of what its NIC receives. All rows where no coverage of that
+    source is stated.
+    """
+    source = pl.col("source").is_in(recording.samples.sources["source"].unique().implode())
+    seen = recording["coverage"].filter(source, pl.col("direction").is_not_null())
+    if seen.is_empty():
+        return truth
+    return truth.join(seen, on=["node", "nic", "direction"], how="semi")
 
 
 def compare(operators: pl.DataFrame, truth: pl.DataFrame) -> Boundaries:

@@ -18,7 +18,7 @@ import polars as pl
 from pulse_bpf import analysis
 from pulse_bpf.analysis.baselines import BASELINES
 from pulse_bpf.analysis.load import Recording, load
-from pulse_bpf.lab.boundaries import Boundaries, compare
+from pulse_bpf.lab.boundaries import Boundaries, compare, visible
 from pulse_bpf.lab.scoring import Json, Score, faults_of, score
 from pulse_bpf.lab.sim.options import CONDITIONS
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
@@ -193,7 +193,8 @@ def _ask(
     computing_s = loading_s + time.process_time() - began
     boundaries = None
     if operators is not None:
-        boundaries = compare(operators, pl.read_parquet(directory / "truth_operators.parquet"))
+        truth_operators = pl.read_parquet(directory / "truth_operators.parquet")
+        boundaries = compare(operators, visible(truth_operators, recording))
     return Answer(method, verdict, result, computing_s, error, boundaries)
 
 

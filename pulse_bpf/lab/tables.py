@@ -286,7 +286,10 @@ def _boundaries(answer_rows: pl.DataFrame, methods: Sequence[str]) -> Table:
             rows.append([method, source, str(sums["true"]), found, *within])
     columns = ["method", "source", "operators", "found"]
     columns += [f"{side} within {bins}" for side in ("starts", "ends") for bins in ("1 bin", "3 bins")]
-    note = "Operators that moved bytes between nodes and ended, one for each direction and peer."
+    note = (
+        "Operators that moved bytes between nodes and ended, one for each peer and direction that the source sees. "
+        "Bins are those that operators are told by: of queue pairs read every 10 ms these, where no port times them."
+    )
     return Table("Operator boundaries", note, columns, rows)
 
 
