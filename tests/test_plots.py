@@ -162,7 +162,11 @@ def test_bars_of_one_kind_that_touch_on_a_screen_are_one() -> None:
         schema_overrides={"rank": pl.Int32},
     )
     process = pl.DataFrame({"node": ["a"], "pid": [1]})
+    both = pl.concat([ranks, ranks.with_columns(node=pl.lit("b"))])
+    twice = frames.bars(both, pl.DataFrame({"node": ["b", "a"], "pid": [1, 1]}), 0, 1000 * MS)
     bars = frames.bars(ranks, process, 0, 1000 * MS)
+    assert twice["node"].to_list() == ["b"] * bars.height + ["a"] * bars.height, "in the order asked for"
+    assert twice.tail(bars.height).equals(bars)
     assert bars.select("kind", "count", "bytes").rows() == [
         ("AllReduce", 2, 20), ("AllGather", 1, 10), ("AllGather", 1, 10), ("AllGather", 1, 10)
     ]  # fmt: skip

@@ -16,6 +16,8 @@ from pulse_bpf.schema import F64, I32, I64, STR, U64
 
 # More rows and columns than a screen tells apart are drawn as blocks.
 MAX_ROWS, MAX_COLUMNS = 128, 120
+# Points beside each other on a small screen, and how many a bar has that is not put together with its neighbours.
+SCREEN, WIDE = 600, 8
 # Of an operator's largest flow, the part below which another carries no data.
 LEAST_PART = 0.02
 # Counters of traffic, in which nothing is wrong.
@@ -270,12 +272,13 @@ def bars(ranks: pl.DataFrame, processes: pl.DataFrame, first_ns: int, last_ns: i
         .filter(pl.col("begin_ns") < last_ns, pl.col("until_ns") > first_ns)
         .sort("place", "begin_ns")
     )
-    near_ns = max(1, (last_ns - first_ns) // 600)
+    near_ns = max(1, (last_ns - first_ns) // SCREEN)
+    wide = pl.col("until_ns") - pl.col("begin_ns") > WIDE * near_ns
     apart = (
-        (pl.col("kind") != pl.col("kind").shift())
-        | (pl.col("begin_ns") - pl.col("until_ns").cum_max().shift() > near_ns)
-        | (pl.col("until_ns") - pl.col("begin_ns") > 8 * near_ns)
-        | (pl.col("until_ns") - pl.col("begin_ns") > 8 * near_ns).shift()
+        (pl.col("kind") != pl.col("kind").shift().over(PROCESS))
+        | (pl.col("begin_ns") - pl.col("until_ns").cum_max().shift().over(PROCESS) > near_ns)
+        | wide
+        | wide.shift().over(PROCESS)
     )
     return (
         own.with_columns(bar=apart.fill_null(True).cum_sum().over(PROCESS))

@@ -32,6 +32,7 @@ LINES = pl.Schema(
         "node": STR,
         "nic": STR,
         "pid": I64,
+        "comm_id": STR,
         "rank": I32,
         "gpu": I32,
         "peer_node": STR,

@@ -22,6 +22,8 @@ from pulse_bpf.analysis.plots.style import (
 
 # More nodes are not told apart on a circle, nor names beside it.
 RING_NODES, RING_NAMES = 48, 24
+# Of all-to-alls the arrows that carry most are enough.
+MOST_ARROWS = 4 * RING_NODES
 
 
 def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
@@ -40,7 +42,7 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
     angle = -np.pi / 2 + 2 * np.pi * (np.arange(len(order)) + 0.5) / max(1, len(order))
     at = {node: (np.cos(a), -np.sin(a)) for node, a in zip(order, angle, strict=True)}
     shown = edges.filter(pl.col("node").is_in(order), pl.col("peer_node").is_in(order))
-    shown = shown.sort("bytes", descending=True).head(4 * RING_NODES)
+    shown = shown.sort("bytes", "node", "peer_node", descending=[True, False, False]).head(MOST_ARROWS)
     figure = go.Figure()
     values = (1 - shown["share"] if stopped else shown["busy"]).fill_null(0.0).fill_nan(0.0)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)  # type: ignore[arg-type]

@@ -46,8 +46,11 @@ def exhibits(view: plots.View, findings: Findings, recording: Recording) -> list
     about: list[Finding | None] = [*shown] or [None]
     nodes = suspects(findings)
     first = shown[0] if shown else None
-    alike = plots.family(view.aligned, None if first is None else first.comm_id)
     curves = [plots.cut(view.aligned, view.late, recording.samples, view.clock, finding) for finding in about]
+    comm = first.comm_id if first is not None else None
+    if comm is None and curves[0] is not None:
+        comm = curves[0].lines["comm_id"][0]
+    alike = plots.family(view.aligned, comm)
     nics = recording["nics"]
     return [
         *(
@@ -314,7 +317,7 @@ def _timeline(
         begin_ns = max(0, int(part["begin_ns"].min()) - first_ns)  # type: ignore[arg-type]
         rows.append((who, told, length(begin_ns), length(busy)))
     says = (
-        f"{length(last_ns - first_ns)} of {len(rows)} ranks, the suspect's and its twins': each bar is an operator, "
+        f"{length(last_ns - first_ns)} of the suspect and its twins: each bar is an operator, "
         "from the first byte that the rank sends to its end there. "
         + "; ".join(
             f"{who} begins after {begins} and is in operators for {busy}" for who, _, begins, busy in rows
@@ -322,7 +325,7 @@ def _timeline(
         + "."
     )
     if finding is None:
-        says = says.replace(", the suspect's and its twins'", "")
+        says = says.replace("the suspect and its twins", "the same ranks")
     figure = plots.timeline(bars, first_ns, last_ns, nodes)
     return Exhibit(
         "timeline", title, says, figure, ("rank", "operators", "first begins after", "in operators"), rows
