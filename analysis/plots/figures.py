@@ -115,18 +115,25 @@ def _operators(figure: go.Figure, spans: pl.DataFrame, first_ns: int, top: float
 
 
 def heat_map(
-    grid: Grid, value: str, unit: str, bright: str, suspects: Collection[str] = (), least: float = 0.0
+    grid: Grid,
+    value: str,
+    unit: str,
+    bright: str,
+    suspects: Collection[str] = (),
+    rank: int | None = None,
+    least: float = 0.0,
 ) -> go.Figure:
     """`grid` as an image, ranks from top to bottom; what is `bright` is the "high" or the "low" values.
 
-    Rows of the nodes `suspects` are marked. `value` and `unit` say what is shown; the colours span `least` at least, so
-    that what does not matter does not shine.
+    Rows of the nodes `suspects` are marked, of each only that of `rank` where there is one. `value` and `unit` say what
+    is shown; the colours span `least` at least, so that what does not matter does not shine.
     """
     rows = grid.rows.to_dicts()
     labels = distinct([row_label(row) for row in rows])
     marked: dict[int, str] = {}
     for node in suspects:
         own = [at for at, row in enumerate(rows) if node in (row["node"], row["last_node"])]
+        own = [at for at in own if rows[at]["rank"] == rank] or own
         if own:
             # The ranks of a node lie together, and are named together.
             marked[own[len(own) // 2]] = labels[own[0]] if len(own) == 1 else name(node)

@@ -47,18 +47,19 @@ def exhibits(view: plots.View, findings: Findings, recording: Recording) -> list
     nodes = suspects(findings)
     first = shown[0] if shown else None
     curves = [plots.cut(view.aligned, view.late, recording.samples, view.clock, finding) for finding in about]
-    comm = first.comm_id if first is not None else None
-    if comm is None and curves[0] is not None:
-        comm = curves[0].lines["comm_id"][0]
-    alike = plots.family(view.aligned, comm)
+    line = None if curves[0] is None else curves[0].lines.row(0, named=True)
+    comm = first.comm_id if first else None
+    alike = plots.family(view.aligned, comm or (line["comm_id"] if line else None))
+    # A NIC is known by the rank that sends through it.
+    rank = line["rank"] if line and first and first.scope == "nic" else None
     nics = recording["nics"]
     return [
         *(
             _rates(number, finding, cut, _link_gbps(nics, cut))
             for number, (finding, cut) in enumerate(zip(about, curves, strict=True), 1)
         ),
-        _late(view, alike, nodes, findings),
-        _slow(view, alike, nodes),
+        _late(view, alike, nodes, rank, findings),
+        _slow(view, alike, nodes, rank),
         _ring(view, alike, first, nodes),
         _matrix(view, nodes),
         _iterations(findings, shown),
@@ -135,7 +136,9 @@ def _link_gbps(nics: pl.DataFrame, cut: RateCurves | None) -> float | None:
     return float(known.max()) if len(known) else None  # type: ignore[arg-type]
 
 
-def _late(view: plots.View, alike: list[str], nodes: set[str], findings: Findings) -> Exhibit:
+def _late(
+    view: plots.View, alike: list[str], nodes: set[str], rank: int | None, findings: Findings
+) -> Exhibit:
     title = "When each rank comes to each operator"
     cells = view.late.filter(pl.col("comm_id").is_in(alike)).drop_nulls("value")
     if cells.is_empty():
@@ -159,13 +162,13 @@ def _late(view: plots.View, alike: list[str], nodes: set[str], findings: Finding
             f"Latest on average: {rows[0][0]}, {rows[0][2]} ms at the median and {rows[0][1]} ms at most. "
         )
     says += _axes(grid, alike)
-    figure = plots.heat_map(grid, "later than its peers", "ms", "high", nodes, least_ms)
+    figure = plots.heat_map(grid, "later than its peers", "ms", "high", nodes, rank, least_ms)
     return Exhibit(
         "late", title, says, figure, ("rank", "most, ms", "median, ms", f"times above {LATE_MS} ms"), rows
     )
 
 
-def _slow(view: plots.View, alike: list[str], nodes: set[str]) -> Exhibit:
+def _slow(view: plots.View, alike: list[str], nodes: set[str], rank: int | None) -> Exhibit:
     title = "How fast each rank sends in each operator, while it sends"
     cells = plots.rate_cells(view.aligned).filter(pl.col("comm_id").is_in(alike)).drop_nulls("value")
     if cells.is_empty():
@@ -181,7 +184,7 @@ def _slow(view: plots.View, alike: list[str], nodes: set[str]) -> Exhibit:
         f"{rows[0][0]} with {rows[0][1]} Gbit/s, of all {_number(float(np.nanmedian(usual)))}. In a ring those behind "
         f"a slow sender pass on what they get at its rate. {_axes(grid, alike)}"
     )
-    figure = plots.heat_map(grid, "rate while sending", "Gbit/s", "low", nodes)
+    figure = plots.heat_map(grid, "rate while sending", "Gbit/s", "low", nodes, rank)
     return Exhibit("slow", title, says, figure, ("rank", "median, Gbit/s", "least, Gbit/s"), rows)
 
 

@@ -18,7 +18,7 @@ MEANING = {
     "pcie-slow": "Data moves slowly between this port and the memory of its machine, in both directions.",
     "nic-slow": "This port sends slowly and without a pause; the ports around it send fast, and wait for it.",
     "nic-down": "This port was down; what should have passed it waited, or had to be sent again.",
-    "lossy-link": "Packets are lost at this port and sent again; everybody waits for these repeats.",
+    "lossy-link": "Packets are lost on this cable, or at its port, and sent again; everybody waits for these repeats.",
     "congestion": "Traffic of others fills a port of the network that this job needs. No machine is at fault.",
     "path-collision": "Flows of this job share one path of the network, and each gets a part of it. No machine is at "
     "fault.",
