@@ -228,6 +228,23 @@ def test_curves_are_the_samples_of_the_suspect_and_of_others_in_its_operators(
     assert fast[0] < 0.8 * fast[1:].min()  # type: ignore[operator]
 
 
+def test_a_twin_is_no_suspect_and_rather_no_partner(
+    slow: tuple[Path, Recording, pl.DataFrame, Finding],
+) -> None:
+    _, recording, operators, finding = slow
+    view = plots.look(recording, operators)
+    given = (view.aligned, view.late, recording.samples, view.clock, finding)
+    cut = plots.cut(*given)
+    assert cut is not None
+    suspect, peer = cut.lines.select("node", "peer_node").row(0)
+    first, second = cut.lines["node"].to_list()[1:]
+    assert first not in (suspect, peer), "of three other nodes one exchanges nothing with it"
+    without = plots.cut(*given, suspects=[first])
+    assert without is not None
+    assert first not in without.lines["node"]
+    assert second in without.lines["node"]
+
+
 def test_without_samples_curves_are_those_of_the_operators(
     slow: tuple[Path, Recording, pl.DataFrame, Finding],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,12 +73,17 @@ class RateCurves:
 
 
 def cut(
-    aligned: pl.DataFrame, late: pl.DataFrame, samples: Samples, clock: Clock, finding: Finding | None
+    aligned: pl.DataFrame,
+    late: pl.DataFrame,
+    samples: Samples,
+    clock: Clock,
+    finding: Finding | None,
+    suspects: Collection[str] = (),
 ) -> RateCurves | None:
     """The curves around the operator that tells most of `finding`; without one of ranks chosen by nothing they do.
 
     `aligned` (align.align) and `late` (frames.late_cells) are on the one `clock`, `samples` on each node's own. None
-    where nothing that was sent is known of the suspect.
+    where nothing that was sent is known of the suspect. Nodes that are `suspects` for whatever reason are no twins.
     """
     sent = aligned.filter(
         pl.col("level") == "flow",
@@ -91,7 +97,8 @@ def cut(
         return None
     stopped = finding is not None and finding.cause == "stop"
     flow, first_ns, last_ns = _shown(own, sent, late, finding)
-    others = sent.filter(~pl.col("node").is_in(_nodes_of(finding))) if finding is not None else sent
+    blamed = [*suspects, *(_nodes_of(finding) if finding is not None else ())]
+    others = sent.filter(~pl.col("node").is_in(blamed))
     lines = pl.concat(
         [flow.with_columns(suspect=finding is not None), _twins(flow, others, first_ns, last_ns)]
     )
@@ -203,7 +210,8 @@ def _scored(own: pl.DataFrame, sent: pl.DataFrame, late: pl.DataFrame) -> pl.Dat
 def _twins(flow: pl.DataFrame, others: pl.DataFrame, first_ns: int, last_ns: int) -> pl.DataFrame:
     """TWINS flows of other machines that do the same at that time, nearest to the usual of them.
 
-    Best of the same communicator, then with the same name of NIC. Of each machine one.
+    Best are those that exchange nothing with it, then those of its communicator, then with its name of NIC. Of each
+    machine one.
     """
     like = flow.row(0, named=True)
     alike = others.filter(
@@ -225,11 +233,12 @@ def _twins(flow: pl.DataFrame, others: pl.DataFrame, first_ns: int, last_ns: int
     )
     return (
         found.with_columns(
+            partner=(pl.col("node") == like["peer_node"]) | (pl.col("peer_node") == like["node"]),
             other_comm=(pl.col("comm_id") != like["comm_id"]).fill_null(True),
             other_nic=pl.col("nic") != like["nic"],
             unusual=(pl.col("burst_gbps") - pl.col("burst_gbps").median()).abs(),
         )
-        .sort("other_comm", "other_nic", "unusual", *_FLOW, nulls_last=True)
+        .sort("partner", "other_comm", "other_nic", "unusual", *_FLOW, nulls_last=True)
         .unique("node", keep="first", maintain_order=True)
         .head(TWINS)
         .with_columns(suspect=pl.lit(False))

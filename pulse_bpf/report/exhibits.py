@@ -46,7 +46,9 @@ def exhibits(view: plots.View, findings: Findings, recording: Recording) -> list
     about: list[Finding | None] = [*shown] or [None]
     nodes = suspects(findings)
     first = shown[0] if shown else None
-    curves = [plots.cut(view.aligned, view.late, recording.samples, view.clock, finding) for finding in about]
+    curves = [
+        plots.cut(view.aligned, view.late, recording.samples, view.clock, finding, nodes) for finding in about
+    ]
     line = None if curves[0] is None else curves[0].lines.row(0, named=True)
     comm = first.comm_id if first else None
     alike = plots.family(view.aligned, comm or (line["comm_id"] if line else None))
@@ -285,7 +287,7 @@ def _iterations(findings: Findings, shown: Sequence[Finding]) -> Exhibit:
     ]
     slowed = f" {length(iteration.slowed_ns)} of it is lost by what was found." if iteration.slowed_ns else ""
     says = (
-        f"{len(iteration.boundaries_ns) - 1} iterations of {length(iteration.period_ns)} at the median, the longest "
+        f"Of {len(iteration.boundaries_ns) - 1} the median lasts {length(iteration.period_ns)}, the longest "
         f"{length(float(longest['length_ns'][0]))}.{slowed}"
     )
     spans = [(finding.first_ns, finding.last_ns) for finding in shown]
