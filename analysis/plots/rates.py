@@ -208,37 +208,39 @@ def _scored(own: pl.DataFrame, sent: pl.DataFrame, late: pl.DataFrame) -> pl.Dat
 
 
 def _twins(flow: pl.DataFrame, others: pl.DataFrame, first_ns: int, last_ns: int) -> pl.DataFrame:
-    """TWINS flows of other machines that do the same at that time, nearest to the usual of them.
+    """TWINS flows of other machines at that time, nearest to the usual of those that do the same; of each machine one.
 
-    Best are those that exchange nothing with it, then those of its communicator, then with its name of NIC. Of each
-    machine one.
+    Best are those that do the same and exchange nothing with it, then those of its communicator, then with its name of
+    NIC. Some may do only something alike.
     """
     like = flow.row(0, named=True)
-    alike = others.filter(
-        pl.col("start_ns") < last_ns,
-        pl.col("last_byte_ns") > first_ns,
-        pl.col("kind") == like["kind"],
-        pl.col("op_bytes").eq_missing(pl.lit(like["op_bytes"])),
-        (pl.col("bytes") / like["bytes"] - 1).abs() < SAME_BYTES,
-        pl.col("node") != like["node"],
+    same = (
+        (pl.col("kind") == like["kind"])
+        & pl.col("op_bytes").eq_missing(pl.lit(like["op_bytes"]))
+        & ((pl.col("bytes") / like["bytes"] - 1).abs() < SAME_BYTES)
     )
-    if alike.is_empty():
-        alike = others.filter(
+    found = (
+        others.filter(
             pl.col("start_ns") < last_ns, pl.col("last_byte_ns") > first_ns, pl.col("node") != like["node"]
         )
-    found = alike.group_by(_FLOW, maintain_order=True).agg(
-        pl.col("rank", "gpu", "kind", "op_bytes").first(),
-        pl.col("bytes").median().cast(I64),
-        pl.col("burst_gbps").median(),
+        .with_columns(unlike=~same.fill_null(False))
+        .group_by(_FLOW, maintain_order=True)
+        .agg(
+            pl.col("unlike").min(),
+            pl.col("rank", "gpu", "kind", "op_bytes").first(),
+            pl.col("bytes").median().cast(I64),
+            pl.col("burst_gbps").median(),
+        )
     )
+    usual = pl.col("burst_gbps").filter(~pl.col("unlike")).median()
     return (
         found.with_columns(
             partner=(pl.col("node") == like["peer_node"]) | (pl.col("peer_node") == like["node"]),
             other_comm=(pl.col("comm_id") != like["comm_id"]).fill_null(True),
             other_nic=pl.col("nic") != like["nic"],
-            unusual=(pl.col("burst_gbps") - pl.col("burst_gbps").median()).abs(),
+            unusual=(pl.col("burst_gbps") - usual).abs(),
         )
-        .sort("partner", "other_comm", "other_nic", "unusual", *_FLOW, nulls_last=True)
+        .sort("unlike", "partner", "other_comm", "other_nic", "unusual", *_FLOW, nulls_last=True)
         .unique("node", keep="first", maintain_order=True)
         .head(TWINS)
         .with_columns(suspect=pl.lit(False))

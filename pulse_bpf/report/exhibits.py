@@ -92,11 +92,17 @@ def _rates(number: int, finding: Finding | None, cut: RateCurves | None, link_gb
     if finding is not None and finding.scope == "network":
         title, called = "A flow that the network holds up beside two others", "held up"
     elif finding is not None:
-        title = f"{suspect(finding)}: its rate curve beside two healthy ones"
+        title = f"{suspect(finding)}: its rate curve"
     name = f"rates{number}"
     if cut is None:
         why = "no traffic of it between nodes was seen" if finding else "no operator with traffic was seen"
         return Exhibit(name, title, f"There are no curves: {why}.")
+    one = cut.lines.row(0, named=True)
+    twins = cut.lines[1:]
+    partners = (twins["node"] == one["peer_node"]) | (twins["peer_node"] == one["node"])
+    if finding is not None and finding.scope != "network" and twins.height:
+        free = twins.height == 2 and not partners.any()
+        title += " beside two healthy ones" if free else " beside those of others at that time"
     rows = []
     for line in cut.lines.iter_rows(named=True):
         spans = cut.spans.filter(pl.col("panel") == line["panel"])
@@ -111,14 +117,15 @@ def _rates(number: int, finding: Finding | None, cut: RateCurves | None, link_gb
             )
         )
     says = "; ".join(f"{who} sends at {gbps} Gbit/s while it sends" for who, gbps, *_ in rows)
+    if finding is not None and finding.scope != "network" and partners.any():
+        says += "; who exchanges data with it is held up by it, too"
     source = (
         ""
         if cut.sampled
         else " The recording has no samples of them any more: these curves are drawn from the operators, each at its "
         "average rate."
     )
-    sender = cut.lines["pid"][0]
-    if finding is not None and finding.pid not in (None, sender) and cut.lines["node"][0] == finding.node:
+    if finding is not None and finding.pid not in (None, one["pid"]) and one["node"] == finding.node:
         source += " What the suspect computes leaves by a neighbour's NIC, whose curve this is."
     figure = plots.rate_curves(cut, link_gbps, called)
     says = (
