@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,16 @@ HOSTILE = "<script>alert(1)</script>"
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     job = recordings.run(fault=Fault("egress", 1, 1.0))
     return recordings.write(tmp_path_factory.mktemp("rec") / "slow", recordings.tables(job))
+
+
+@pytest.fixture(scope="module")
+def judged(slow: Path) -> Judged:
+    return _judged(slow)
+
+
+@pytest.fixture(scope="module")
+def soup(judged: Judged) -> BeautifulSoup:
+    return _soup(judged, "slow")
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +67,8 @@ def _told(soup: BeautifulSoup, selector: str) -> str:
     return " ".join(element.get_text(" ").split())
 
 
-def test_the_verdict_the_suspect_and_the_evidence_come_first(slow: Path) -> None:
-    judged = _judged(slow)
+def test_the_verdict_the_suspect_and_the_evidence_come_first(judged: Judged, soup: BeautifulSoup) -> None:
     first = judged.findings.findings[0]
-    soup = _soup(judged, "slow")
     header = _told(soup, "header")
     assert _told(soup, "h1") == suspect(first) == "NIC rxe0 of node node1 (nic-slow)"
     assert header.startswith("anomaly")
@@ -70,8 +79,7 @@ def test_the_verdict_the_suspect_and_the_evidence_come_first(slow: Path) -> None
     assert sections == ["why", "job", "coverage"]
 
 
-def test_every_plot_is_told_in_words_and_the_words_have_numbers(slow: Path) -> None:
-    soup = _soup(_judged(slow), "slow")
+def test_every_plot_is_told_in_words_and_the_words_have_numbers(soup: BeautifulSoup) -> None:
     figures = _figures(soup)
     plots = soup.select(".plot")
     assert [plot["id"] for plot in plots] == list(figures)
@@ -88,8 +96,8 @@ def test_every_plot_is_told_in_words_and_the_words_have_numbers(slow: Path) -> N
     assert all(_told(figure, "figcaption").endswith(".") for figure in soup.select("figure"))  # type: ignore[arg-type]
 
 
-def test_the_page_needs_nothing_else(slow: Path) -> None:
-    text = page(_judged(slow), ["slow"])
+def test_the_page_needs_nothing_else(judged: Judged) -> None:
+    text = page(judged, ["slow"])
     soup = BeautifulSoup(text, "html.parser")
     assert not soup.select("link, img, iframe, script[src], [href]:not([href^='#'])")
     policy = soup.select_one("meta[http-equiv='Content-Security-Policy']")
@@ -100,8 +108,7 @@ def test_the_page_needs_nothing_else(slow: Path) -> None:
     assert len(text) < 3_000_000
 
 
-def test_a_hostile_name_is_shown_and_does_nothing(slow: Path) -> None:
-    judged = _judged(slow)
+def test_a_hostile_name_is_shown_and_does_nothing(judged: Judged) -> None:
     renamed = _renamed(judged, "node1", HOSTILE)
     text = page(renamed, [HOSTILE])
     soup = BeautifulSoup(text, "html.parser")
@@ -113,8 +120,8 @@ def test_a_hostile_name_is_shown_and_does_nothing(slow: Path) -> None:
     assert "&lt;script" in json.dumps(_figures(soup)), "plots show it as text"
 
 
-def test_what_steers_a_screen_is_shown_as_a_question_mark(slow: Path) -> None:
-    soup = _soup(_renamed(_judged(slow), "node1", "a\u202eb"), "x\u202ey")
+def test_what_steers_a_screen_is_shown_as_a_question_mark(judged: Judged) -> None:
+    soup = _soup(_renamed(judged, "node1", "a\u202eb"), "x\u202ey")
     assert "\u202e" not in soup.get_text()
     assert "a?b" in _told(soup, "h1")
 
@@ -127,7 +134,7 @@ def _renamed(judged: Judged, old: str, new: str) -> Judged:
             pl.col(name).replace(old, new) for name in ("node", "peer_node") if name in of.columns
         )
 
-    recording = judged.recording
+    recording = copy(judged.recording)
     recording.tables = {name: frame(table) for name, table in recording.tables.items()}
     finding = judged.findings.findings[0]
     changed = replace(finding, node=new, victims=[*finding.victims, new])
@@ -169,8 +176,7 @@ def test_a_recording_of_nothing_has_a_page(tmp_path: Path) -> None:
     assert "No call was seen" in _told(soup, "header")
 
 
-def test_coverage_names_what_was_seen_and_what_was_not(slow: Path) -> None:
-    judged = _judged(slow)
+def test_coverage_names_what_was_seen_and_what_was_not(judged: Judged) -> None:
     coverage = {**judged.findings.coverage, "lost": 12345, "damaged_parts": ["samples/0.parquet: cut off"]}
     judged = judged._replace(findings=replace(judged.findings, coverage=coverage))
     told = _told(_soup(judged, "slow"), "#coverage")
@@ -180,14 +186,12 @@ def test_coverage_names_what_was_seen_and_what_was_not(slow: Path) -> None:
         assert title in told
 
 
-def test_a_part_of_the_time_is_reported(slow: Path) -> None:
-    first_ns, last_ns = _judged(slow).findings.window_ns
+def test_a_part_of_the_time_is_reported(slow: Path, judged: Judged, soup: BeautifulSoup) -> None:
+    first_ns, last_ns = judged.findings.window_ns
     window = Window(0, (last_ns - first_ns) // 2)
-    judged = _judged(slow, window=window)
-    soup = _soup(judged, "slow", window=window)
-    whole = _soup(_judged(slow), "slow")
-    assert _told(soup, ".when") != _told(whole, ".when")
-    columns = [len(_figures(page)["slow"]["data"][0]["x"]) for page in (soup, whole)]  # type: ignore[index]
+    part = _soup(_judged(slow, window=window), "slow", window=window)
+    assert _told(part, ".when") != _told(soup, ".when")
+    columns = [len(_figures(page)["slow"]["data"][0]["x"]) for page in (part, soup)]  # type: ignore[index]
     assert columns[0] < columns[1]
 
 

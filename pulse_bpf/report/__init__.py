@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from functools import cache
 from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -92,6 +93,7 @@ def _figures(shown: Sequence[Exhibit]) -> Markup:
     return Markup(json.dumps(content, cls=PlotlyJSONEncoder).replace("<", "\\u003c"))
 
 
+@cache
 def _library() -> Markup:
     """The library that draws, compressed: browsers unpack it in a moment, and it would be most of the page."""
     return Markup(base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode())
