@@ -118,6 +118,7 @@ def test_a_hostile_name_is_shown_and_does_nothing(judged: Judged) -> None:
     assert "alert(1)" not in "".join(script.get_text() for script in soup.find_all("script", id=None))
     assert HOSTILE.lower() not in text.lower()
     assert "&lt;script" in json.dumps(_figures(soup)), "plots show it as text"
+    assert not re.search("&lt;|&amp;", soup.select_one("main").get_text()), "and the page no plot's markup"  # type: ignore[union-attr]
 
 
 def test_what_steers_a_screen_is_shown_as_a_question_mark(judged: Judged) -> None:

@@ -5,6 +5,7 @@ Names come from recordings and are never markup; colours work on a light and on 
 
 from __future__ import annotations
 
+import html
 from collections.abc import Collection
 
 import numpy as np
@@ -28,6 +29,7 @@ from pulse_bpf.analysis.plots.style import (
     place,
     row_label,
     scale_bar,
+    short,
     span,
     styled,
 )
@@ -68,7 +70,7 @@ def rate_curves(curves: RateCurves, link_gbps: float | None = None, called: str 
                 row=row,
                 col=1,
             )
-        who = f"{place(line)} to {name(line['peer_node'])}"
+        who = html.escape(f"{place(line)} to {short(line['peer_node'])}")
         figure.add_annotation(
             text=f"<b>▶ {called}: {who}</b>" if line["suspect"] else who,
             x=0,
@@ -129,7 +131,7 @@ def heat_map(
     is shown; the colours span `least` at least, so that what does not matter does not shine.
     """
     rows = grid.rows.to_dicts()
-    labels = distinct([row_label(row) for row in rows])
+    labels = distinct([html.escape(row_label(row)) for row in rows])
     marked: dict[int, str] = {}
     for node in suspects:
         own = [at for at, row in enumerate(rows) if node in (row["node"], row["last_node"])]

@@ -27,13 +27,18 @@ NAMED_ROWS = 24
 LONGEST_NAME = 24
 
 
-def name(text: object, longest: int = LONGEST_NAME) -> str:
-    """`text` as a plot may show it: no markup, nothing that steers a screen, cut in the middle where it is long."""
+def short(text: object, longest: int = LONGEST_NAME) -> str:
+    """`text` without what steers a screen, cut in the middle where it is long."""
     shown = printable(str(text))
-    if len(shown) > longest:
-        head = (longest - 1) // 2
-        shown = f"{shown[:head]}…{shown[head + 1 - longest :]}"
-    return html.escape(shown)
+    if len(shown) <= longest:
+        return shown
+    head = (longest - 1) // 2
+    return f"{shown[:head]}…{shown[head + 1 - longest :]}"
+
+
+def name(text: object, longest: int = LONGEST_NAME) -> str:
+    """`text` as a plot may show it: short, and no markup."""
+    return html.escape(short(text, longest))
 
 
 def styled(figure: go.Figure, height: int, **layout: object) -> None:
@@ -55,19 +60,19 @@ def styled(figure: go.Figure, height: int, **layout: object) -> None:
 
 
 def row_label(row: dict[str, object]) -> str:
-    """What a row (frames.ROWS) of a grid is of."""
+    """What a row (frames.ROWS) of a grid is of, in plain text."""
     if row["last_node"] != row["node"]:
-        return f"{name(row['node'], 12)} … {name(row['last_node'], 12)}"
+        return f"{short(row['node'], 12)} … {short(row['last_node'], 12)}"
     gpu = "" if row["gpu"] is None else f" GPU {row['gpu']}"
     rank = "" if row["rank"] is None else f" rank {row['rank']}"
-    return f"{name(row['node'])}{gpu}{rank}"
+    return f"{short(row['node'])}{gpu}{rank}"
 
 
 def place(line: dict[str, object]) -> str:
-    """Whose a line (rates.LINES) of curves is."""
-    nic = "" if line["nic"] is None else f" {name(line['nic'])}"
+    """Whose a line (rates.LINES) of curves is, in plain text."""
+    nic = "" if line["nic"] is None else f" {short(line['nic'])}"
     rank = "" if line["rank"] is None else f" rank {line['rank']}"
-    return f"{name(line['node'])}{nic}{rank}"
+    return f"{short(line['node'])}{nic}{rank}"
 
 
 def distinct(labels: list[str]) -> list[str]:

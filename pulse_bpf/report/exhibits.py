@@ -87,7 +87,7 @@ def suspects(findings: Findings) -> set[str]:
 
 
 def _rates(number: int, finding: Finding | None, cut: RateCurves | None, link_gbps: float | None) -> Exhibit:
-    title = "Rate curves of three ranks that do the same"
+    title = "Rate curves of ranks that do the same"
     called = "suspect"
     if finding is not None and finding.scope == "network":
         title, called = "A flow that the network holds up beside two others", "held up"
