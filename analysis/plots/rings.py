@@ -48,6 +48,7 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)  # type: ignore[arg-type]
     high = max(high, low + ALIKE)
     middles: list[tuple[float, float, float, str]] = []
+    notes: list[dict[str, object]] = []
     for edge, value in zip(shown.iter_rows(named=True), values, strict=True):
         bright = (value - low) / (high - low)
         (x0, y0), (x1, y1) = at[edge["node"]], at[edge["peer_node"]]
@@ -58,11 +59,14 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
         short = min(0.09, 0.25 * length) / length
         begin = (x0 + short * dx + side[0], y0 + short * dy + side[1])
         end = (x1 - short * dx + side[0], y1 - short * dy + side[1])
-        figure.add_annotation(
-            x=end[0], y=end[1], ax=begin[0], ay=begin[1], xref="x", yref="y", axref="x", ayref="y",
-            text="", showarrow=True, arrowhead=2, arrowsize=0.9, arrowwidth=1.4 + 3 * bright,
-            arrowcolor=colour_of(bright),
-        )  # fmt: skip
+        arrow = {"x": end[0], "y": end[1], "ax": begin[0], "ay": begin[1], "axref": "x", "ayref": "y"}
+        look = {
+            "arrowhead": 2,
+            "arrowsize": 0.9,
+            "arrowwidth": 1.4 + 3 * bright,
+            "arrowcolor": colour_of(bright),
+        }
+        notes.append({**arrow, **look, "text": "", "showarrow": True})
         what = f"{1 - value:.0%} sent of the last operator" if stopped else f"sends {value:.0%} of the time"
         rate = "" if edge["gbps"] is None else f", {edge['gbps']:.0f} Gbit/s while sending"
         hover = f"{name(edge['node'])} to {name(edge['peer_node'])}: {what}{rate}"
@@ -116,10 +120,8 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
             showlegend=False,
         )
     if total > len(order):
-        figure.add_annotation(
-            text=f"{len(order)} of {total} nodes", x=0, y=0, showarrow=False, xref="x", yref="y"
-        )
-    styled(figure, 460)
+        notes.append({"text": f"{len(order)} of {total} nodes", "x": 0, "y": 0, "showarrow": False})
+    styled(figure, 460, annotations=notes)
     # Names beside the circle need room that its aspect would take.
     figure.update_xaxes(visible=False, range=[-1.75, 1.75], fixedrange=True)
     figure.update_yaxes(visible=False, range=[-1.25, 1.25], fixedrange=True)
