@@ -209,7 +209,7 @@ def test_curves_are_the_samples_of_the_suspect_and_of_others_in_its_operators(
     view = plots.look(recording, operators)
     cut = plots.cut(view.aligned, view.late, recording.samples, view.clock, finding)
     assert cut is not None
-    assert cut.sampled
+    assert cut.lines["sampled"].all()
     assert cut.lines["suspect"].to_list() == [True, False, False]
     assert cut.lines.select("node", "nic").row(0) == (finding.node, finding.nic)
     assert cut.lines["node"].n_unique() == 3
@@ -253,12 +253,26 @@ def test_without_samples_curves_are_those_of_the_operators(
     bare = Recording({**recording.tables, "samples": empty("samples")})
     cut = plots.cut(view.aligned, view.late, bare.samples, view.clock, finding)
     assert cut is not None
-    assert not cut.sampled
+    assert not cut.lines["sampled"].any()
+    assert cut.points["panel"].unique().sort().to_list() == [0, 1, 2]
     first = cut.spans.row(0, named=True)
     inside = cut.points.filter(
         pl.col("panel") == 0, pl.col("t_ns").is_between(first["start_ns"], first["end_ns"])
     )
     assert (inside["gbps"] * inside["bin_ns"]).sum() / 8 == pytest.approx(first["bytes"], rel=0.05)
+
+
+def test_only_what_has_no_samples_is_drawn_from_operators(
+    slow: tuple[Path, Recording, pl.DataFrame, Finding],
+) -> None:
+    _, recording, operators, finding = slow
+    view = plots.look(recording, operators)
+    others = recording["samples"].filter(pl.col("node") != finding.node)
+    part = Recording({**recording.tables, "samples": others})
+    cut = plots.cut(view.aligned, view.late, part.samples, view.clock, finding)
+    assert cut is not None
+    assert cut.lines["sampled"].to_list() == [False, True, True]
+    assert cut.points["panel"].n_unique() == 3
 
 
 def test_nobody_is_marked_where_nobody_is_suspected(

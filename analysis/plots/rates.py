@@ -30,6 +30,7 @@ LINES = pl.Schema(
     {
         "panel": I64,
         "suspect": pl.Boolean,
+        "sampled": pl.Boolean,
         "node": STR,
         "nic": STR,
         "pid": I64,
@@ -60,14 +61,13 @@ class RateCurves:
 
     `lines` (LINES) say whose they are, `points` (POINTS) are what the process sends by its NIC to one peer, and
     receives by it, per bin without gaps; `spans` (SPANS) the operators of what is sent, with their rates while sending.
-    All times are on one clock. Without `sampled` no samples of them are there, and the points are those of the
+    All times are on one clock. Of lines that are not `sampled` there are no samples, and the points are those of the
     operators: evenly spread over the time in which each sends.
     """
 
     lines: pl.DataFrame
     points: pl.DataFrame
     spans: pl.DataFrame
-    sampled: bool
     first_ns: int
     last_ns: int
 
@@ -111,7 +111,7 @@ def cut(
     inside = (pl.col("start_ns") < last_ns) & (pl.col("last_byte_ns") > first_ns)
     spans = sent.filter(inside).join(lines.select(*_FLOW, "panel"), on=_FLOW, nulls_equal=True)
     points = _points(aligned, lines, samples, clock, first_ns, last_ns)
-    sampled = not points.is_empty()
+    lines = lines.with_columns(sampled=pl.col("panel").is_in(points["panel"].implode()))
     spans = spans.sort("panel", "start_ns").select(
         "panel",
         "kind",
@@ -121,11 +121,9 @@ def cut(
         bytes="bytes",
         gbps=pl.coalesce("burst_gbps", "active_gbps"),
     )
-    if not sampled:
-        points = _steps(spans, first_ns, last_ns)
-    return RateCurves(
-        lines.select(LINES.names()).cast(LINES), points, spans.cast(SPANS), sampled, first_ns, last_ns
-    )
+    bare = lines.filter(~pl.col("sampled")).select("panel")
+    points = pl.concat([points, _steps(spans.join(bare, on="panel", how="semi"), first_ns, last_ns)])
+    return RateCurves(lines.select(LINES.names()).cast(LINES), points, spans.cast(SPANS), first_ns, last_ns)
 
 
 def _nodes_of(finding: Finding) -> list[str]:

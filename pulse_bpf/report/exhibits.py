@@ -119,11 +119,11 @@ def _rates(number: int, finding: Finding | None, cut: RateCurves | None, link_gb
     says = "; ".join(f"{who} sends at {gbps} Gbit/s while it sends" for who, gbps, *_ in rows)
     if finding is not None and finding.scope != "network" and partners.any():
         says += "; who exchanges data with it is held up by it, too"
+    bare = ", ".join(place(line) for line in cut.lines.filter(~pl.col("sampled")).iter_rows(named=True))
     source = (
-        ""
-        if cut.sampled
-        else " The recording has no samples of them any more: these curves are drawn from the operators, each at its "
-        "average rate."
+        f" The recording has no samples of {bare}: drawn from its operators, each at its average rate."
+        if bare
+        else ""
     )
     if finding is not None and finding.pid not in (None, one["pid"]) and one["node"] == finding.node:
         source += " What the suspect computes leaves by a neighbour's NIC, whose curve this is."
