@@ -160,6 +160,19 @@ class Samples:
                     rows = self._ports.narrowed(rows, self._places)
                 yield Batch(nodes, until_ns, rows)
 
+    def between(self, node: str, flows: Collection[int], first_ns: int, last_ns: int) -> pl.DataFrame:
+        """The rows (BATCH) of some `flows` of a `node` in bins that begin between two moments, in no order."""
+        one_source = self.sources.width == 1
+        wanted = pl.Series("flow", list(flows), U64)
+        found = [
+            self._resolved(part, one_source).filter(
+                pl.col("flow").is_in(wanted.implode()), pl.col("t_ns").is_between(first_ns, last_ns)
+            )
+            for part in self._parts
+            if node in part.nodes and part.first_ns <= last_ns and part.last_ns >= first_ns
+        ]
+        return pl.concat([pl.DataFrame(schema=BATCH), *found])
+
     @cached_property
     def _places(self) -> dict[int, tuple[str, str, int]]:
         """Of each flow that is listed: its node, NIC and port."""

@@ -139,7 +139,12 @@ def suspect(finding: Finding) -> str:
 
 def _shown(lines: list[str]) -> str:
     """The lines without what would steer a terminal: names come from elsewhere."""
-    return "\n".join("".join(char if char.isprintable() else "?" for char in line) for line in lines)
+    return "\n".join(map(printable, lines))
+
+
+def printable(text: str) -> str:
+    """`text` with a question mark for each character that is not seen but steers what is."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _wrapped(text: str, lead: str) -> list[str]:

@@ -27,6 +27,7 @@ _EPILOG = f"""examples:
   pulse record --all -d 10 -o rec    every process that maps an NCCL, 10 s
   pulse record -p 4711 -o rec        one process and its children, until Ctrl-C
   pulse analyze rec                  who is at fault, and why
+  pulse report rec -o report.html    the same as a page with plots
   pulse export rec --format perfetto -o rec.pftrace    a timeline for ui.perfetto.dev
 
 exit status:
@@ -134,7 +135,9 @@ def parser() -> argparse.ArgumentParser:
     from pulse_bpf import nic_cli
     from pulse_bpf.export import cli as export_cli
     from pulse_bpf.lab import cli as lab_cli
+    from pulse_bpf.report import cli as report_cli
 
+    report_cli.add_commands(verbs)
     export_cli.add_commands(verbs)
     nic_cli.add_commands(verbs)
     lab_cli.add_commands(verbs)

@@ -43,7 +43,19 @@ def _rxe() -> str | None:
     return None
 
 
-CONDITIONS: dict[str, Callable[[], str | None]] = {"root": _root, "bcc": _bcc, "rxe": _rxe}
+@functools.cache
+def _browser() -> str | None:
+    from browser import chromium
+
+    return None if chromium() else "no headless Chromium is here (apt-get install chromium-headless-shell)"
+
+
+CONDITIONS: dict[str, Callable[[], str | None]] = {
+    "root": _root,
+    "bcc": _bcc,
+    "rxe": _rxe,
+    "browser": _browser,
+}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -40,7 +40,7 @@ def test_the_wheel_holds_every_module_and_c_source(wheel_names: list[str]) -> No
         ("pulse_bpf", "pulse_bpf"),
     ):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in (".py", ".c", ".h") and "__pycache__" not in path.parts:
+            if path.suffix in (".py", ".c", ".h", ".html", ".css", ".js") and "__pycache__" not in path.parts:
                 assert f"{package}/{path.relative_to(ROOT / folder)}" in wheel_names
 
 
