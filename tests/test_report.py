@@ -76,7 +76,7 @@ def test_the_verdict_the_suspect_and_the_evidence_come_first(judged: Judged, sou
     assert first.next_check is not None
     assert first.next_check in header
     sections = [section["id"] for section in soup.select("main > section")]
-    assert sections == ["why", "job", "coverage"]
+    assert [name for name in sections if name != "findings"] == ["why", "job", "coverage"]
 
 
 def test_every_plot_is_told_in_words_and_the_words_have_numbers(soup: BeautifulSoup) -> None:
@@ -166,6 +166,8 @@ def test_an_undecided_page_says_what_would_settle_it(tmp_path: Path) -> None:
     assert "What would settle it" in header
     assert "record on all nodes of the job at once" in header
     assert "▶" not in json.dumps(_figures(soup), ensure_ascii=False), "nobody is marked"
+    assert "not enough to accuse a machine" in _told(soup, "#why")
+    assert "on which the others wait" not in soup.get_text()
 
 
 def test_a_recording_of_nothing_has_a_page(tmp_path: Path) -> None:

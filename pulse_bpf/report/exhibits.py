@@ -238,6 +238,8 @@ def _ring(view: plots.View, alike: list[str], finding: Finding | None, nodes: se
     else:
         least, most = float(edges["busy"].min() or 0), float(edges["busy"].max() or 0)  # type: ignore[arg-type]
         says = "Arrows go from sender to receiver, the brighter the larger the share of an operator's time in which it "
+        # Where nobody is suspected, who is busiest holds up nobody for certain.
+        held = ", on which the others wait" if nodes else ""
         if most - least < ALIKE:
             says += (
                 f"sends; the rest is waiting. All send for about as long, {least:.0%} to {most:.0%}: nobody waits for "
@@ -245,7 +247,7 @@ def _ring(view: plots.View, alike: list[str], finding: Finding | None, nodes: se
             )
         else:
             says += (
-                "sends; the rest is waiting. The busiest, on which the others wait: "
+                f"sends; the rest is waiting. The busiest{held}: "
                 f"{rows[0][0]} to {rows[0][1]}, {rows[0][2]}; the least busy {least:.0%}."
             )
     if nic is not None:
