@@ -193,7 +193,7 @@ def _one_after_the_other(aligned: pl.DataFrame, one: Port, other: Port) -> bool:
     for sender, receiver in ((one, other), (other, one)):
         own = sent.filter(_of(sender))
         there = (pl.col("peer_node") == receiver["node"]) & (pl.col("peer_nic") == receiver["nic"])
-        if own.filter(there)["bytes"].sum() >= MOSTLY * own["bytes"].sum():
+        if int(own.filter(there)["bytes"].sum()) >= MOSTLY * int(own["bytes"].sum()):
             return True
     return False
 
