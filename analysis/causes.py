@@ -97,9 +97,10 @@ def _causes(
     # Where no port is named, what seems slow may have waited.
     sure = [item for item in late if item.confidence >= SURE]
     outweighs = late and int(late[0].lost_ns or 0) >= (1.0 if slow else WAITED) * lost_ns
-    if outweighs or (late and late[0].cause == "host") or (sure and not slow):
+    if outweighs or (late and late[0].cause == "host") or (sure and one_clock and not slow):
         slow, unexplained = [], []
-    if slow and len(slow) < MOST_FAULTS:
+    # By each node's own clock alone, who has sent its last byte seems late where a slow port still holds up the others.
+    if slow and one_clock and len(slow) < MOST_FAULTS:
         places = {place for item in slow for place in (item.node, *(item.nodes or ()))}
         slow = [*slow, *(item for item in sure if item.node not in places)]
     found = slow if slow or unexplained else late
