@@ -45,7 +45,7 @@ def measure(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         for nodes, segments in stream.segment(recording.samples.batches(), flows, called, sent, covered)
     ]
-    return metrics.in_order(parts), flows
+    return metrics.together(parts), flows
 
 
 def conclude(

@@ -111,15 +111,18 @@ def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.Monke
     assert max(kept[len(kept) // 4 :]) <= 1.2 * max(kept[: len(kept) // 4])
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=60))
-@settings(max_examples=60)
-def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=60),
+    st.sampled_from([1, 4]),
+)
+@settings(max_examples=120)
+def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]], bin_ns: int) -> None:
     t_ns, net = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     expected: dict[int, int] = {}
     for at, size in rows:
         expected[at] = expected.get(at, 0) + size
     retx, ctl = net * 2, net * 3
-    end = in_time_order(t_ns, net, retx, ctl, 0, len(rows), np.empty((2, len(rows)), np.int64))
+    end = in_time_order(t_ns, net, retx, ctl, 0, len(rows), bin_ns, np.empty((2, len(rows)), np.int64))
     assert dict(zip(t_ns[:end].tolist(), net[:end].tolist(), strict=True)) == expected
     assert t_ns[:end].tolist() == sorted(expected)
     assert (retx[:end] == net[:end] * 2).all()
