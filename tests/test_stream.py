@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -45,9 +46,11 @@ def in_windows(samples: Samples, window_ns: int) -> Iterator[Batch]:
             yield Batch(nodes, begin_ns + (int(number) + 1) * window_ns, part)
 
 
-def same_in_windows(recording: Recording, window_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def same_in_windows(
+    recording: Recording, window_ns: list[int], monkeypatch: pytest.MonkeyPatch, level: str = "flow"
+) -> None:
     whole = analysis.measure(recording)[0]
-    assert whole.filter(pl.col("level") == "flow").height > 20
+    assert whole.filter(pl.col("level") == level).height > 20
     real = stream.segment
     for length_ns in window_ns:
         with monkeypatch.context() as patched:
@@ -57,25 +60,42 @@ def same_in_windows(recording: Recording, window_ns: list[int], monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("scenario", "workload", "conditions"),
+    ("scenario", "workload", "source", "conditions"),
     [
-        ("healthy", "dp-tree", []),
-        ("healthy", "megatron", []),
-        ("healthy", "moe-alltoall", []),
-        ("healthy", "fsdp", ["lost-samples"]),
-        ("healthy", "moe", ["lost-samples"]),
-        ("lossy-link", "dp", []),
-        ("hang-inside", "fsdp", []),
-        ("nic-slow", "moe", []),
+        ("healthy", "dp-tree", "packets", []),
+        ("healthy", "megatron", "packets", []),
+        ("healthy", "moe-alltoall", "packets", []),
+        ("healthy", "fsdp", "packets", ["lost-samples"]),
+        ("healthy", "moe", "packets", ["lost-samples"]),
+        ("lossy-link", "dp", "packets", []),
+        ("hang-inside", "fsdp", "packets", []),
+        ("nic-slow", "moe", "packets", []),
+        ("nic-slow", "context", "packets", ["lost-calls", "missing-agent"]),
+        ("healthy", "moe", "packets", ["qpn-reuse", "same-qpns", "netlink-only"]),
+        ("healthy", "dp", "packets", ["late-attach", "no-clock-sync"]),
+        ("healthy", "megatron", "pcc", []),
+        ("healthy", "dp", "diag+netlink", []),
     ],
 )
 @pytest.mark.usefixtures("short_warmup")
 def test_streaming_is_batch_on_simulated_jobs(
-    scenario: str, workload: str, conditions: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenario: str,
+    workload: str,
+    source: str,
+    conditions: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = {"seed": 7, "nodes": 4, "gpus": 2, "seconds": 0.3}
-    simulate(scenario, tmp_path / "r", workload=workload, conditions=conditions, **made)
+    simulate(scenario, tmp_path / "r", workload=workload, source=source, conditions=conditions, **made)
     same_in_windows(load([tmp_path / "r"]), [100_000_000, 7_000_000, 1_100_000], monkeypatch)
+
+
+@pytest.mark.usefixtures("short_warmup")
+def test_streaming_is_batch_where_no_call_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate("healthy", tmp_path / "r", seed=7, nodes=4, gpus=2, workload="dp", seconds=0.3)
+    shutil.rmtree(tmp_path / "r" / "ops")
+    same_in_windows(load([tmp_path / "r"]), [100_000_000, 7_000_000, 1_100_000], monkeypatch, "traffic")
 
 
 @pytest.mark.parametrize(
