@@ -52,7 +52,7 @@ def measure(
         )
         for nodes, segments in stream.segment(_read(recording, on_read), flows, called, sent, covered)
     ]
-    return metrics.in_order([*parts, port_bursts(recording["port_samples"], parts)]), flows
+    return metrics.together([*parts, port_bursts(recording["port_samples"], parts)]), flows
 
 
 def _read(recording: Recording, on_read: Callable[[int], object] | None) -> Iterator[Batch]:

@@ -9,10 +9,8 @@ import polars as pl
 from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.curves import Floats, Longs, changes
 from pulse_bpf.analysis.samples import Samples
-
-Longs = NDArray[np.int64]
-Floats = NDArray[np.float64]
 
 # Whose traffic a flow carries shows in its first bytes: of so much time from the recording's begin, or, of a flow that
 # is silent then, from a later multiple of it.
@@ -67,7 +65,7 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
     silent = set(order.tolist())
     for batch in samples.batches(samples.start_ns + WARMUP_NS, silent) if streams else ():
         flow = batch.rows["flow"].to_numpy()
-        begins = np.flatnonzero(np.diff(flow, prepend=~flow[:1]))
+        begins = changes(flow)
         at = np.searchsorted(order, flow[begins])
         at[order[np.minimum(at, len(order) - 1)] != flow[begins]] = -1
         silent.difference_update(order[np.unique(at[at >= 0])].tolist())

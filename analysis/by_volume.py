@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import polars as pl
 
-from pulse_bpf.analysis.bursts import WARMUP_NS, Bursts, Floats, fit, volumes
+from pulse_bpf.analysis.bursts import WARMUP_NS, Bursts, fit, volumes
+from pulse_bpf.analysis.curves import Floats
 from pulse_bpf.schema import F64, I32, STR, U64
 
 # NCCL has at most so many channels (MAXCHANNELS in src/include/device.h is 64; half of them per direction of a NIC).

@@ -14,6 +14,8 @@ Floats = NDArray[np.float64]
 
 # Columns of the totals of a stream.
 TOTALS = ("rows", "bytes", "retx_bytes", "ctl_packets", "first_ns", "last_ns", "bin_ns", "first_byte_ns")
+# Rows are added up by the number of their bin where there are at most so many bins for one.
+BINS_OF_ROWS = 2
 ROWS, BYTES, RETX, CTL, FIRST_NS, LAST_NS, BIN_NS, FIRST_BYTE_NS = range(8)
 
 
@@ -47,6 +49,21 @@ def table_of(flows: NDArray[np.uint64]) -> tuple[NDArray[np.uint64], Longs]:
             at = (at + 1) & (size - 1)
         keys[at], index[at] = flows[number], number
     return keys, index
+
+
+@compiled
+def changes(flow: NDArray[np.uint64]) -> Longs:
+    """The rows whose flow is not that of the row before."""
+    count = 0
+    for row in range(len(flow)):
+        count += row == 0 or flow[row] != flow[row - 1]
+    rows = np.empty(count, np.int64)
+    count = 0
+    for row in range(len(flow)):
+        if row == 0 or flow[row] != flow[row - 1]:
+            rows[count] = row
+            count += 1
+    return rows
 
 
 @compiled
@@ -99,32 +116,12 @@ def joined(
     size = curves.end - curves.begin
     moves = begun.copy()
     for number in range(len(streams)):
-        if streams[number] < 0:
-            continue
-        of = totals[streams[number]]
-        before = of[BYTES]
-        first, last = run[number], run[number + 1]
-        if of[ROWS] == 0:
-            of[FIRST_NS] = t_ns[first]
-        bytes_of, retx_of, ctl_of = 0, 0, 0
-        for row in range(first, last):
-            bytes_of += sent[row]
-            retx_of += retx[row]
-            ctl_of += ctl[row]
-        of[ROWS] += last - first
-        of[BYTES] += bytes_of
-        of[RETX] += retx_of
-        of[CTL] += ctl_of
-        of[FIRST_NS] = min(of[FIRST_NS], t_ns[first])
-        of[LAST_NS] = max(of[LAST_NS], t_ns[last - 1])
-        of[BIN_NS] = max(of[BIN_NS], np.int64(bin_ns[first]))
-        if bytes_of and group_of[streams[number]] >= 0:
-            moves[group_of[streams[number]]] = True
-        if bytes_of:
-            row = first
-            while sent[row] == 0:
-                row += 1
-            of[FIRST_BYTE_NS] = min(of[FIRST_BYTE_NS], t_ns[row]) if before else t_ns[row]
+        group = group_of[streams[number]] if streams[number] >= 0 else -1
+        if group >= 0 and not moves[group]:
+            for row in range(run[number], run[number + 1]):
+                if sent[row]:
+                    moves[group] = True
+                    break
     for number in range(len(streams)):
         if streams[number] >= 0 and group_of[streams[number]] >= 0 and moves[group_of[streams[number]]]:
             size[group_of[streams[number]]] += run[number + 1] - run[number]
@@ -147,18 +144,48 @@ def joined(
         new.retx[here], new.ctl[here] = curves.retx[there], curves.ctl[there]
         fill[group] += rows
     for number in range(len(streams)):
-        if streams[number] < 0 or group_of[streams[number]] < 0 or not moves[group_of[streams[number]]]:
+        if streams[number] < 0:
             continue
-        at = fill[group_of[streams[number]]]
-        for row in range(run[number], run[number + 1]):
-            new.t_ns[at], new.net[at] = t_ns[row], sent[row] - retx[row]
-            new.retx[at], new.ctl[at] = retx[row], np.int64(ctl[row])
-            at += 1
-        fill[group_of[streams[number]]] = at
+        group = group_of[streams[number]]
+        taken = group >= 0 and moves[group]
+        at = fill[group] if taken else np.int64(0)
+        first, last = run[number], run[number + 1]
+        bytes_of, retx_of, ctl_of = np.int64(0), np.int64(0), np.int64(0)
+        for row in range(first, last):
+            ctl_here = np.int64(ctl[row])
+            bytes_of += sent[row]
+            retx_of += retx[row]
+            ctl_of += ctl_here
+            if taken:
+                new.t_ns[at], new.net[at] = t_ns[row], sent[row] - retx[row]
+                new.retx[at], new.ctl[at] = retx[row], ctl_here
+                at += 1
+        if taken:
+            fill[group] = at
+        of = totals[streams[number]]
+        before = of[BYTES]
+        if of[ROWS] == 0:
+            of[FIRST_NS] = t_ns[first]
+        of[ROWS] += last - first
+        of[BYTES] += bytes_of
+        of[RETX] += retx_of
+        of[CTL] += ctl_of
+        of[FIRST_NS] = min(of[FIRST_NS], t_ns[first])
+        of[LAST_NS] = max(of[LAST_NS], t_ns[last - 1])
+        of[BIN_NS] = max(of[BIN_NS], np.int64(bin_ns[first]))
+        if bytes_of:
+            row = first
+            while sent[row] == 0:
+                row += 1
+            of[FIRST_BYTE_NS] = min(of[FIRST_BYTE_NS], t_ns[row]) if before else t_ns[row]
+    width_ns = np.zeros(groups, np.int64)
+    for number in range(len(streams)):
+        if streams[number] >= 0 and group_of[streams[number]] >= 0:
+            width_ns[group_of[streams[number]]] = np.int64(bin_ns[run[number]])
     order = np.empty((2, max(0, size.max()) if groups else 0), np.int64)
     for group in range(groups):
         new.end[group] = in_time_order(
-            new.t_ns, new.net, new.retx, new.ctl, begin[group], new.end[group], order
+            new.t_ns, new.net, new.retx, new.ctl, begin[group], new.end[group], width_ns[group], order
         )
         if not begun[group]:
             while begin[group] < new.end[group] and new.net[begin[group]] + new.retx[begin[group]] == 0:
@@ -168,18 +195,49 @@ def joined(
 
 
 @compiled
+def _by_bin(t_ns: Longs, net: Longs, retx: Longs, ctl: Longs, begin: int, end: int, bin_ns: int) -> int:
+    """As `in_time_order`; -1, and nothing done, where there are too many bins, or one of another phase."""
+    first_ns, last_ns = t_ns[begin], t_ns[begin]
+    for row in range(begin, end):
+        first_ns, last_ns = min(first_ns, t_ns[row]), max(last_ns, t_ns[row])
+    bins = (last_ns - first_ns) // bin_ns + 1 if bin_ns > 0 else np.int64(0)
+    if bins <= 0 or bins > BINS_OF_ROWS * (end - begin):
+        return -1
+    sums, there = np.zeros((bins, 3), np.int64), np.zeros(bins, np.bool_)
+    for row in range(begin, end):
+        number = (t_ns[row] - first_ns) // bin_ns
+        if first_ns + number * bin_ns != t_ns[row]:
+            return -1
+        there[number] = True
+        sums[number, 0] += net[row]
+        sums[number, 1] += retx[row]
+        sums[number, 2] += ctl[row]
+    at = begin
+    for number in range(bins):
+        if there[number]:
+            t_ns[at] = first_ns + number * bin_ns
+            net[at], retx[at], ctl[at] = sums[number, 0], sums[number, 1], sums[number, 2]
+            at += 1
+    return at
+
+
+@compiled
 def in_time_order(
-    t_ns: Longs, net: Longs, retx: Longs, ctl: Longs, begin: int, end: int, scratch: Longs
+    t_ns: Longs, net: Longs, retx: Longs, ctl: Longs, begin: int, end: int, bin_ns: int, scratch: Longs
 ) -> int:
     """Sorts rows [begin, end) by time and adds up those of one bin; returns the new end.
 
-    Merges the runs that are in order already, one per queue pair. `scratch` is [2, rows].
+    Adds rows up by the number of their bin, of `bin_ns`, where most bins have some. Where bins are few, or of several
+    phases, merges the runs that are in order already, one per queue pair. `scratch` is [2, rows].
     """
     row = begin + 1
     while row < end and t_ns[row] > t_ns[row - 1]:
         row += 1
     if row >= end:
         return end
+    stop = _by_bin(t_ns, net, retx, ctl, begin, end, bin_ns)
+    if stop >= 0:
+        return stop
     count = end - begin
     bounds = [np.int64(0)]
     for row in range(1, count):

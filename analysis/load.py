@@ -14,7 +14,8 @@ import polars as pl
 import pyarrow.parquet as pq
 
 from pulse_bpf.analysis.pairing import queue_pairs
-from pulse_bpf.analysis.samples import UNREADABLE, Samples
+from pulse_bpf.analysis.ports import UNREADABLE, PortBins
+from pulse_bpf.analysis.samples import Samples
 from pulse_bpf.errors import DataError
 from pulse_bpf.schema import FORMAT, FORMAT_VERSION, STREAMED, TABLES, conform, empty
 
@@ -29,6 +30,9 @@ ESSENTIAL = {
     "events": ["node", "nic", "t_ns", "kind"],
 }
 
+# Tables with rows for every bin, which are never held as a whole.
+LAZY = ("samples", "port_samples")
+
 # Parts that end alike are compared whole.
 FOOTER_BYTES = 4096
 
@@ -36,7 +40,8 @@ FOOTER_BYTES = 4096
 class Recording:
     """All tables of some recordings, each with exactly the columns of its schema, a missing one empty.
 
-    `samples` are read when they are asked for, window by window; those given among `tables`, or in the files `parts`.
+    Those of LAZY are read when they are asked for, window by window; they are given among `tables`, or in the files
+    `parts` of each.
     """
 
     def __init__(
@@ -44,25 +49,29 @@ class Recording:
         tables: Mapping[str, pl.DataFrame],
         manifests: Sequence[dict[str, Any]] = (),
         damaged: Sequence[str] = (),
-        parts: Sequence[Path] = (),
+        parts: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
-        self.tables = {table: frame for table, frame in tables.items() if table != "samples"}
+        parts = parts or {}
+        self.tables = {table: frame for table, frame in tables.items() if table not in LAZY}
         self.manifests = list(manifests)
         self._damaged = list(damaged)
         self.lives = queue_pairs(self.tables.get("qps", empty("qps")))
-        self.samples = Samples(parts, tables.get("samples"), self.lives, self.tables.get("port_samples"))
+        self.ports = PortBins(parts.get("port_samples", ()), tables.get("port_samples"))
+        self.samples = Samples(parts.get("samples", ()), tables.get("samples"), self.lives, self.ports)
 
     def __getitem__(self, table: str) -> pl.DataFrame:
         """The table in memory; of the samples, all rows of all sources."""
         if table == "samples":
             return self.samples.whole()
+        if table == "port_samples":
+            return self.ports.whole()
         return self.tables[table]
 
     @property
     def damaged(self) -> list[str]:
         """Names of all parts that could not be read, with the reason, and counts of rows that lack what they are about:
-        these rows are missing. Of samples, what was met so far."""
-        return self._damaged + self.samples.damaged
+        these rows are missing. Of those of LAZY, what was met so far."""
+        return self._damaged + self.samples.damaged + self.ports.damaged
 
     @property
     def missing(self) -> list[str]:
@@ -80,7 +89,7 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
     when it has parts and none of them can be read.
     """
     frames: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
-    samples: list[Path] = []
+    lazy: dict[str, list[Path]] = {table: [] for table in LAZY}
     manifests: list[dict[str, Any]] = []
     damaged: list[str] = []
     seen: dict[tuple[str, int, bytes], list[Path]] = {}
@@ -100,9 +109,9 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
                 if _again(table, path, seen):
                     readable += 1
                     continue
-                if table == "samples":
+                if table in LAZY:
                     pq.read_metadata(path)
-                    samples.append(path)
+                    lazy[table].append(path)
                 else:
                     frames[table].append(conform(pl.read_parquet(path, hive_partitioning=False), table))
                 readable += 1
@@ -114,14 +123,14 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
                 f"none of its {len(files)} parts can be read, {damaged[-1]}",
                 "Check that it was copied whole",
             )
-    tables = {table: _together(table, parts) for table, parts in frames.items() if table != "samples"}
+    tables = {table: _together(table, parts) for table, parts in frames.items() if table not in LAZY}
     for table, columns in ESSENTIAL.items():
         whole = tables[table].drop_nulls(columns)
         if whole.height < tables[table].height:
             count = tables[table].height - whole.height
             damaged.append(f"{table}: {count} rows without one of {', '.join(columns)}")
         tables[table] = whole
-    return Recording(tables, manifests, damaged, samples)
+    return Recording(tables, manifests, damaged, lazy)
 
 
 def _again(table: str, path: Path, seen: dict[tuple[str, int, bytes], list[Path]]) -> bool:

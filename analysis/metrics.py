@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import polars as pl
 
 from pulse_bpf import schema
+from pulse_bpf.analysis.curves import Longs
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.pairing import QP
 from pulse_bpf.analysis.samples import PORT
@@ -45,9 +47,9 @@ def measure(
 
     `level`: "flow" for one operator on one flow group; "nic" for one operator and direction of a NIC, summed
     over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes
-    of a flow group outside every call seen, and for control that its source counts as data; "unattributed" for bytes of
-    a NIC that belong to no communicator (`reason`). All bytes of the samples are in exactly one row of level flow,
-    traffic or unattributed.
+    of a flow group outside every call seen, burst by burst where it has none, and for control that its source counts as
+    data; "unattributed" for bytes of a NIC that belong to no communicator (`reason`). All bytes of the samples are in
+    exactly one row of level flow, traffic or unattributed.
     `burst_gbps` is the upper quartile of the rates over windows of equal volume; `last_byte_ns` is known also
     where end_ns is null; `covered`: whether the node's traffic was being watched at the call; `op_bytes`,
     `nccl_seq`, `nranks` are those of the call; `paced` as boundaries.learn says. `byte_mean_ns` is when its bytes moved
@@ -56,19 +58,27 @@ def measure(
     where none did, as with sources that do not tell.
     """
     operators = _with_coverage(operators, covered).drop("root")
-    of_flow = (
-        segments.cuts.join(segments.groups.drop("bin_ns", "use"), on="group")
-        .drop(*PROCESS, "comm_id", "rank", "gpu")
-        .join(operators, on="op")
-        .with_columns(level=pl.lit("flow"), bin_ns=pl.when(pl.col("start_ns").is_not_null()).then("bin_ns"))
-    )
-    own = pl.concat([of_flow, _of_nics(segments.sums, of_flow)], how="diagonal")
-    silent = operators.join(of_flow.filter(pl.col("bytes") > 0), on="op", how="anti").with_columns(
+    # Calls that no flow carried a byte of have a row of their own, which stands for the groups they should use.
+    of_call = _places(operators["op"], segments.cuts["op"])
+    carried = np.zeros(operators.height, np.bool_)
+    carried[of_call[(segments.cuts["bytes"] > 0).to_numpy()]] = True
+    cuts, of_call = segments.cuts.filter(pl.Series(carried[of_call])), of_call[carried[of_call]]
+    of_group = _places(segments.groups["group"], cuts["group"])
+    of_flow = pl.concat(
+        [
+            cuts.drop("op", "group"),
+            segments.groups.drop("group", "bin_ns", "use", *PROCESS, "comm_id", "rank", "gpu")[of_group],
+            operators[of_call],
+        ],
+        how="horizontal",
+    ).with_columns(level=pl.lit("flow"), bin_ns=pl.when(pl.col("start_ns").is_not_null()).then("bin_ns"))
+    silent = operators.filter(pl.Series(~carried)).with_columns(
         level=pl.lit("call"), direction=pl.lit("tx"), bytes=pl.lit(0, I64)
     )
-    # Where nothing was seen of an operator on any flow, the groups it should use are named by its call's row.
-    own = own.filter((pl.col("bytes") > 0) | ~pl.col("op").is_in(silent["op"].implode()))
-    own = pl.concat([own, silent], how="diagonal").with_columns(origin=pl.coalesce("origin", pl.lit("call")))
+    of_nics = _of_nics(segments.sums, of_flow, operators)
+    own = pl.concat([of_flow, of_nics, silent], how="diagonal").with_columns(
+        origin=pl.coalesce("origin", pl.lit("call"))
+    )
     traffic = segments.outside.join(segments.groups.drop("use"), on="group").with_columns(
         bytes=pl.col("net") + pl.col("retx_bytes"),
         last_byte_ns=pl.col("last_ns") + pl.col("bin_ns"),
@@ -105,18 +115,37 @@ def measure(
         )
         .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
     )
-    table = pl.concat([_timed(own), traffic, control, unattributed], how="diagonal_relaxed")
-    return table.select(
-        (pl.col(name) if name in table.columns else pl.lit(None)).cast(dtype).alias(name)
-        for name, dtype in OPERATORS.items()
+    table = pl.concat([_timed(own, operators), traffic, control, unattributed], how="diagonal_relaxed")
+    return _sorted(
+        table.select(
+            (pl.col(name) if name in table.columns else pl.lit(None)).cast(dtype).alias(name)
+            for name, dtype in OPERATORS.items()
+        )
     )
 
 
-def in_order(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """The operators tables of some nodes as one, in an order that does not depend on how they came."""
-    columns = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
-    table = pl.concat([pl.DataFrame(schema=OPERATORS), *tables])
-    return table.sort(*columns, "peer_nic", "comm_id", "start_ns")
+def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """The operators tables of nodes, given in the order of their names, as one."""
+    return pl.concat([pl.DataFrame(schema=OPERATORS), *tables])
+
+
+def _sorted(table: pl.DataFrame) -> pl.DataFrame:
+    """The table in an order that does not depend on how its rows came."""
+    names = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
+    keys = table.select(*names, "peer_nic", "comm_id", "start_ns")
+    # There are few texts: their places in order are sorted faster.
+    texts = [name for name, dtype in keys.schema.items() if dtype == STR]
+    places = {name: pl.Enum(keys[name].drop_nulls().unique().sort()) for name in texts}
+    return table[
+        keys.cast(pl.Schema({**keys.schema, **places})).select(order=pl.arg_sort_by(keys.columns))["order"]
+    ]
+
+
+def _places(of: pl.Series, wanted: pl.Series) -> Longs:
+    """Where each of the numbers `wanted` is in `of`, which has them all, once."""
+    places = np.zeros(int(of.max() or 0) + 1, np.int64)  # type: ignore[arg-type]
+    places[of.to_numpy()] = np.arange(len(of))
+    return np.asarray(places[wanted.to_numpy()], np.int64)
 
 
 def _with_coverage(operators: pl.DataFrame, covered: pl.DataFrame) -> pl.DataFrame:
@@ -125,28 +154,30 @@ def _with_coverage(operators: pl.DataFrame, covered: pl.DataFrame) -> pl.DataFra
     return operators.join(times, on="node", how="left").with_columns(covered=inside).drop("from_ns", "to_ns")
 
 
-def _of_nics(sums: pl.DataFrame, of_flow: pl.DataFrame) -> pl.DataFrame:
+def _of_nics(sums: pl.DataFrame, of_flow: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
     """One row per operator and direction of a NIC where it talks to several peers."""
     key = ["op", "nic", "port", "direction"]
     several = (
         of_flow.filter(pl.col("bytes") > 0)
+        .join(sums.select(key), on=key, how="semi")
         .group_by(key)
         .agg(
             pl.len().alias("peers"),
             pl.col("flows").explode().unique().sort(),
             pl.col("expected_bytes").sum(),
             pl.col("cut_short").max(),
-            pl.col("node", "pid", "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "nccl_seq").first(),
-            pl.col("call_ns", "op_seq", "program_pos", "origin", "paced").first(),
+            pl.col("paced").first(),
         )
         .filter(pl.col("peers") > 1)
         .drop("peers")
     )
-    return sums.drop("node", "cut_short").join(several, on=key).with_columns(level=pl.lit("nic"))
+    rows = sums.drop("node", "cut_short").join(several, on=key).with_columns(level=pl.lit("nic"))
+    of_call = _places(operators["op"], rows["op"])
+    return pl.concat([rows.drop("op"), operators.drop("covered")[of_call]], how="horizontal")
 
 
-def _timed(own: pl.DataFrame) -> pl.DataFrame:
-    """Adds completion, end and what depends on the process's other operators."""
+def _timed(own: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
+    """Adds completion, end and what depends on the process's other operators, of which there are `operators`."""
     complete = pl.col("completion") >= 1 - VOLUME_TOLERANCE
     own = own.with_columns(
         # What should have moved may be nothing, and then nothing is known of how much of it has.
@@ -160,23 +191,19 @@ def _timed(own: pl.DataFrame) -> pl.DataFrame:
         start_err_ns="bin_ns",
         end_err_ns="bin_ns",
     )
-    process_end = own.group_by(*PROCESS, "program_pos").agg(
-        pl.when(pl.col("end_ns").count() > 0).then(pl.col("end_ns").max()).alias("op_end_ns")
+    ends = own.group_by("op").agg(pl.col("end_ns").max().alias("op_end_ns"))
+    of_calls = operators.select("op", *PROCESS, "program_pos").join(
+        ends, on="op", how="left", maintain_order="left"
     )
-    previous = process_end.select(
-        *PROCESS, (pl.col("program_pos") + 1).alias("program_pos"), pl.col("op_end_ns").alias("prev_end_ns")
+    of_calls = of_calls.select(
+        "op_end_ns", prev_end_ns=pl.when(pl.col("program_pos") > 0).then(pl.col("op_end_ns").shift(1))
     )
-    where = [*PROCESS, "program_pos"]
-    return (
-        own.join(process_end, on=where, how="left")
-        .join(previous, on=where, how="left")
-        .with_columns(
-            start_lag_ns=pl.col("start_ns") - pl.col("prev_end_ns"),
-            tail_ns=pl.col("op_end_ns") - pl.col("end_ns"),
-            gap_sender_ns=pl.lit(0, I64),
-            gap_receiver_ns=pl.lit(0, I64),
-            gap_network_ns=pl.lit(0, I64),
-            confidence=pl.when(pl.col("paced").fill_null(False)).then(1.0).otherwise(0.7),
-            **{name: pl.when(pl.col("credits_during") > 0).then(name) for name in CREDITS},
-        )
+    return pl.concat([own, of_calls[_places(operators["op"], own["op"])]], how="horizontal").with_columns(
+        start_lag_ns=pl.col("start_ns") - pl.col("prev_end_ns"),
+        tail_ns=pl.col("op_end_ns") - pl.col("end_ns"),
+        gap_sender_ns=pl.lit(0, I64),
+        gap_receiver_ns=pl.lit(0, I64),
+        gap_network_ns=pl.lit(0, I64),
+        confidence=pl.when(pl.col("paced").fill_null(False)).then(1.0).otherwise(0.7),
+        **{name: pl.when(pl.col("credits_during") > 0).then(name) for name in CREDITS},
     )

@@ -88,7 +88,7 @@ def sums(pool: Pool, waiting: Longs, bin_ns: Longs, window_bytes: Floats, open_n
     for index in range(len(number)):
         key = number[index]
         begin = end[key] - size[key]
-        stop = in_time_order(t_ns, net, retx, ctl, begin, end[key], order)
+        stop = in_time_order(t_ns, net, retx, ctl, begin, end[key], bin_ns[key], order)
         filled = begin
         whole = found.whole[index]
         for row in range(begin, stop):

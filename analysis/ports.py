@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from numpy.typing import NDArray
 
-Longs = NDArray[np.int64]
+from pulse_bpf.analysis.curves import Longs
+from pulse_bpf.schema import I64, STR, conform, empty
+
+UNREADABLE = (pl.exceptions.PolarsError, pa.ArrowException, OSError, ValueError)
+_SPANS = pl.Schema({"part": I64, "node": STR, "first_ns": I64, "last_ns": I64, "bin_ns": I64})
 Where = tuple[str, str, int, int]  # node, nic, port, and 1 for what it sent
 
 # A port's bins are worth taking when so many of them make one of its queue pairs'.
@@ -18,6 +25,67 @@ NARROWER = 4
 LEAST_PART, TOGETHER = 0.02, 0.8
 # Packets are control packets where they are no longer on average.
 CONTROL_BYTES = 300
+
+
+class PortBins:
+    """The port_samples in the files `paths`, or in `frame`; files are read for the time that is asked for.
+
+    `narrowest_ns` is the least width of their bins, None without any.
+    """
+
+    def __init__(self, paths: Sequence[Path], frame: pl.DataFrame | None) -> None:
+        self._unreadable: dict[Path, str] = {}
+        self._parts: list[Path | pl.DataFrame] = [*paths] if frame is None else [*paths, frame]
+        self._held: dict[int, pl.DataFrame] = {}
+        spans = [self._spans(number) for number in range(len(self._parts))]
+        self._within = pl.concat([pl.DataFrame(schema=_SPANS), *spans])
+        self.narrowest_ns: int | None = self._within["bin_ns"].min()  # type: ignore[assignment]
+
+    @property
+    def damaged(self) -> list[str]:
+        """Parts that could not be read, with the reason, as met so far."""
+        return [f"{path}: {reason}" for path, reason in self._unreadable.items()]
+
+    def whole(self) -> pl.DataFrame:
+        """All rows in memory."""
+        return pl.concat([empty("port_samples"), *map(self._read, range(len(self._parts)))])
+
+    def between(self, nodes: Sequence[str], begin_ns: int, end_ns: int) -> pl.DataFrame:
+        """Rows of `nodes` that say something, of bins that begin at `begin_ns` or later and before `end_ns`."""
+        here = self._within.filter(
+            pl.col("node").is_in(nodes), pl.col("first_ns") < end_ns, pl.col("last_ns") >= begin_ns
+        )
+        numbers = here["part"].unique().sort().to_list()
+        # What was read for the window before is mostly needed again.
+        self._held = {
+            number: self._held[number] if number in self._held else self._complete(number)
+            for number in numbers
+        }
+        rows = pl.concat([empty("port_samples"), *self._held.values()])
+        return rows.filter(
+            pl.col("node").is_in(nodes), pl.col("t_ns").is_between(begin_ns, end_ns, closed="left")
+        )
+
+    def _spans(self, number: int) -> pl.DataFrame:
+        times = pl.col("t_ns").min().alias("first_ns"), pl.col("t_ns").max().alias("last_ns")
+        spans = self._complete(number).group_by("node").agg(*times, pl.col("bin_ns").min())
+        return spans.select(pl.lit(number).alias("part"), "node", "first_ns", "last_ns", "bin_ns").cast(
+            _SPANS
+        )
+
+    def _complete(self, number: int) -> pl.DataFrame:
+        rows = self._read(number).drop_nulls(["node", "nic", "direction", "t_ns", "bin_ns", "bytes"])
+        return rows.filter(pl.col("bin_ns") > 0)
+
+    def _read(self, number: int) -> pl.DataFrame:
+        part = self._parts[number]
+        if isinstance(part, pl.DataFrame):
+            return part
+        try:
+            return conform(pl.read_parquet(part, hive_partitioning=False), "port_samples")
+        except UNREADABLE as error:
+            self._unreadable[part] = str(error).splitlines()[0]
+        return empty("port_samples")
 
 
 @dataclass(frozen=True)
@@ -30,42 +98,54 @@ class _Port:
 
 
 class Ports:
-    """The ports in `samples` (port_samples) whose queue pairs all carry the same operators, by their rows `coarse`.
+    """The ports in `bins` whose queue pairs all carry the same operators, by the rows of samples, `coarse`.
 
-    `coarse` are all rows of the samples, with node, nic, port. Where several communicators share a port, what
-    moved in a bin of it is not known to be one's or the other's: such ports are left out.
+    `coarse` are all of these, with node, nic, port, one window of time after the other. Where several communicators
+    share a port, what moved in a bin of it is not known to be one's or the other's: such ports are left out.
     """
 
-    def __init__(self, samples: pl.DataFrame, coarse: pl.DataFrame) -> None:
-        self._ports: dict[Where, _Port] = {}
-        together = {tuple(row) for row in _together(coarse).iter_rows()}
-        rows = samples.drop_nulls(["node", "nic", "direction", "t_ns", "bin_ns", "bytes"]).filter(
-            pl.col("bin_ns") > 0
+    def __init__(self, bins: PortBins, coarse: Iterable[pl.DataFrame]) -> None:
+        self._bins = bins
+        self._together = {tuple(row) for row in _together(coarse).iter_rows()}
+
+    def _ports(self, nodes: Sequence[str], rows: pl.DataFrame) -> dict[Where, _Port]:
+        """The bins of ports in the time of `rows`."""
+        begin_ns, last_ns, width_ns = (
+            int(rows.select(each).item())
+            for each in (pl.col("t_ns").min(), pl.col("t_ns").max(), pl.col("bin_ns").max())
         )
-        for (node, nic, port, sent), own in rows.group_by("node", "nic", "port", pl.col("direction") == "tx"):
+        ports: dict[Where, _Port] = {}
+        narrow = self._bins.between(nodes, begin_ns, last_ns + width_ns)
+        for (node, nic, port, sent), own in narrow.group_by(
+            "node", "nic", "port", pl.col("direction") == "tx"
+        ):
             where = (str(node), str(nic), int(str(port or 0)), int(bool(sent)))
-            if where in together:
+            if where in self._together:
                 own = own.sort("bin_ns", "t_ns").filter(pl.col("bin_ns") == pl.col("bin_ns").first())
                 data = own["bytes"].to_numpy().astype(np.float64)
                 size = data / np.maximum(1, own["packets"].fill_null(0).to_numpy())
                 # Where only control packets moved, no data did.
                 data[(size < CONTROL_BYTES) & (own["packets"].fill_null(0).to_numpy() > 0)] = 0
                 moved = np.concatenate([[0.0], np.cumsum(data)])
-                self._ports[where] = _Port(own["t_ns"].to_numpy(), int(own["bin_ns"][0]), moved)
+                ports[where] = _Port(own["t_ns"].to_numpy(), int(own["bin_ns"][0]), moved)
+        return ports
 
-    def narrowed(self, rows: pl.DataFrame, places: dict[int, tuple[str, str, int]]) -> pl.DataFrame:
-        """The `rows` (samples.BATCH), those of known ports spread over the port's bins as its bytes are.
+    def narrowed(
+        self, nodes: Sequence[str], rows: pl.DataFrame, places: dict[int, tuple[str, str, int]]
+    ) -> pl.DataFrame:
+        """The `rows` (samples.BATCH) of `nodes`, those of known ports spread over the port's bins as its bytes are.
 
         `places`: where each flow is. What a row counts is kept exactly.
         """
-        if not self._ports or rows.is_empty():
+        if not self._together or rows.is_empty():
             return rows
+        ports = self._ports(nodes, rows)
         keys = rows.select("flow", "tx").with_row_index("row").group_by("flow", "tx").agg("row")
         spread: list[pl.DataFrame] = []
         taken = np.zeros(rows.height, bool)
         for flow, sent, numbers in keys.iter_rows():
             place = places.get(flow)
-            port = self._ports.get((*place, int(sent))) if place else None
+            port = ports.get((*place, int(sent))) if place else None
             if port is None:
                 continue
             number = np.asarray(numbers, np.int64)
@@ -114,15 +194,21 @@ def _spread(rows: pl.DataFrame, port: _Port) -> pl.DataFrame | None:
     ).cast(rows.schema)
 
 
-def _together(coarse: pl.DataFrame) -> pl.DataFrame:
+def _together(coarse: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """node, nic, port and direction of the ports whose queue pairs with data carry it at the same times."""
     port = ["node", "nic", "port", "tx"]
-    data = coarse.with_columns(pl.col("port").fill_null(0)).filter(
-        pl.col("bytes") >= LEAST_PART * pl.col("bytes").sum().over(*port, "t_ns")
-    )
-    # What a queue pair moves in all counts: the tail of an operator may end in any of them.
-    bins = data.group_by(*port).agg(pl.col("t_ns").n_unique().alias("bins"))
-    flows = data.group_by(*port, "flow").agg(pl.col("t_ns").n_unique().alias("used"), pl.col("bytes").sum())
+    bins, flows = pl.DataFrame(), pl.DataFrame()
+    for rows in coarse:
+        data = rows.with_columns(pl.col("port").fill_null(0)).filter(
+            pl.col("bytes") >= LEAST_PART * pl.col("bytes").sum().over(*port, "t_ns")
+        )
+        # What a queue pair moves in all counts: the tail of an operator may end in any of them.
+        used = data.group_by(*port).agg(pl.col("t_ns").n_unique().alias("bins"))
+        bins = pl.concat([bins, used]).group_by(*port).agg(pl.col("bins").sum())
+        own = data.group_by(*port, "flow").agg(pl.col("t_ns").n_unique().alias("used"), pl.col("bytes").sum())
+        flows = pl.concat([flows, own]).group_by(*port, "flow").agg(pl.col("used", "bytes").sum())
+    if flows.is_empty():
+        return pl.DataFrame(schema=port)
     flows = flows.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").sum().over(port))
     return (
         flows.join(bins, on=port)

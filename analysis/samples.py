@@ -13,16 +13,19 @@ import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
+from pulse_bpf.analysis import curves
 from pulse_bpf.analysis.pairing import FOREVER, QP
-from pulse_bpf.analysis.ports import NARROWER, Ports
+from pulse_bpf.analysis.ports import NARROWER, UNREADABLE, PortBins, Ports
 from pulse_bpf.schema import I64, SAMPLES, STR, U8, U32, U64, conform, flow_id
 
 PORT = ["node", "nic", "port", "direction"]
 ESSENTIAL = ["node", "nic", "direction", "t_ns", "bin_ns", "bytes"]
 LACKING = f"without one of {', '.join(ESSENTIAL)}, of no direction, or of a bin that lasts 0 ns"
 WAYS = ("rx", "tx")
-UNREADABLE = (pl.exceptions.PolarsError, pa.ArrowException, OSError, ValueError)
+
+NO_ROWS = pl.DataFrame(schema=SAMPLES)
 
 # What is read of each row. `tx` is 1 of what its node sent and 0 of what it received; counts that are not known
 # are 0.
@@ -66,7 +69,7 @@ class Samples:
 
     The source with the narrowest bins is taken, by name where equal. Rows without a flow get that of the life (in
     `lives`, as pairing.queue_pairs gives them) of their QP that had begun by then, or of the QP where there is none.
-    `unlisted` has flow and QP of the flows met so far that are not in `lives`. `ports` are the port_samples.
+    `unlisted` has flow and QP of the flows met so far that are not in `lives`. `ports` has the port_samples.
     """
 
     def __init__(
@@ -74,10 +77,10 @@ class Samples:
         paths: Sequence[Path],
         frame: pl.DataFrame | None,
         lives: pl.DataFrame,
-        ports: pl.DataFrame | None = None,
+        ports: PortBins | None = None,
     ) -> None:
         self._lives = lives
-        self._port_samples = ports
+        self._port_bins = ports
         self._listed = lives["flow"].to_numpy()
         self.unlisted = lives.select("flow", *QP).clear()
         self._unreadable: dict[Path, str] = {}
@@ -150,14 +153,11 @@ class Samples:
         Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which may change meanwhile.
         Holds the parts of one time in memory, which is a second of one node as Pulse records it.
         """
-        mixed = any(len(part.nodes) > 1 for part in self._parts)
-        lanes: dict[tuple[str, ...], list[_Part]] = {}
-        for part in self._parts:
-            lanes.setdefault(tuple(self.nodes) if mixed else part.nodes, []).append(part)
+        lanes = self._lanes(self._parts)
         for nodes in sorted(lanes):
             for until_ns, rows in self._in_time(lanes[nodes], since_ns, wanted):
                 if self._ports is not None:
-                    rows = self._ports.narrowed(rows, self._places)
+                    rows = self._ports.narrowed(nodes, rows, self._places)
                 yield Batch(nodes, until_ns, rows)
 
     def between(self, node: str, flows: Collection[int], first_ns: int, last_ns: int) -> pl.DataFrame:
@@ -182,57 +182,65 @@ class Samples:
     @cached_property
     def _ports(self) -> Ports | None:
         """What ports say of the time in which their queue pairs moved what; None where they say nothing."""
-        if self._port_samples is None or self._port_samples.is_empty():
+        if self._port_bins is None or self._port_bins.narrowest_ns is None:
             return None
         # Only bins much wider than the ports' are spread, of which there are few: narrow ones are not read for this.
-        wide_ns = NARROWER * int(self._port_samples["bin_ns"].min() or 1)  # type: ignore[arg-type]
-        parts = [part for part in self._parts if part.constants.get("bin_ns", wide_ns) >= wide_ns]
-        if not parts:
-            return None
-        rows = pl.concat([pl.DataFrame(schema=BATCH), *(rows for part in parts for rows in self._rows(part))])
+        wide_ns = NARROWER * self._port_bins.narrowest_ns
+        lanes = self._lanes(
+            [part for part in self._parts if part.constants.get("bin_ns", wide_ns) >= wide_ns]
+        )
         where = self._lives.select("flow", "node", "nic", "port")
-        return Ports(self._port_samples, rows.join(where, on="flow"))
+        return Ports(
+            self._port_bins,
+            (rows.join(where, on="flow") for nodes in lanes for _, rows in self._in_time(lanes[nodes])),
+        )
+
+    def _lanes(self, parts: Sequence[_Part]) -> dict[tuple[str, ...], list[_Part]]:
+        """The `parts` of each node, or of all, where a part has several."""
+        mixed = any(len(part.nodes) > 1 for part in self._parts)
+        lanes: dict[tuple[str, ...], list[_Part]] = {}
+        for part in parts:
+            lanes.setdefault(tuple(self.nodes) if mixed else part.nodes, []).append(part)
+        return lanes
 
     def _in_time(
-        self, parts: list[_Part], since_ns: int, wanted: Collection[int]
+        self, parts: list[_Part], since_ns: int = FOREVER, wanted: Collection[int] = ()
     ) -> Iterator[tuple[int, pl.DataFrame]]:
         cuts = sorted({ns for part in parts for ns in (part.first_ns, part.last_ns + 1)})
         waiting = sorted(parts, key=lambda part: part.first_ns, reverse=True)
-        opened: list[tuple[_Part, list[pl.DataFrame]]] = []
+        opened: list[tuple[_Part, pl.DataFrame]] = []
         for begin_ns, end_ns in pairwise(cuts):
             begun = []
             while waiting and waiting[-1].first_ns <= begin_ns:
                 part = waiting.pop()
                 if part.first_ns < since_ns or self._has(part, wanted):
                     begun.append(part)
+            new = [(part, rows) for part in begun if (rows := self._rows(part)) is not None]
             if not opened and len(begun) == 1 and begun[0].last_ns < end_ns:
-                yield from ((end_ns, rows) for rows in self._rows(begun[0]))
+                yield from ((end_ns, rows) for _, rows in new)
                 continue
-            opened += [(part, list(self._rows(part))) for part in begun]
+            opened += new
             now = pl.col("t_ns").is_between(begin_ns, end_ns, closed="left")
-            inside = [rows.filter(now) for _, frames in opened for rows in frames]
-            if len(opened) == 1:
-                yield from ((end_ns, rows) for rows in inside)
+            inside = [rows.filter(now) for _, rows in opened]
+            if len(inside) == 1:
+                yield end_ns, inside[0]
             elif inside:
                 yield end_ns, pl.concat(inside).sort("flow", "tx", "t_ns", maintain_order=True)
-            opened = [(part, frames) for part, frames in opened if part.last_ns >= end_ns]
+            opened = [(part, rows) for part, rows in opened if part.last_ns >= end_ns]
 
-    def _rows(self, part: _Part) -> Iterator[pl.DataFrame]:
-        """The rows of `part` that count, in BATCH columns and in its order."""
+    def _rows(self, part: _Part) -> pl.DataFrame | None:
+        """The rows of `part` that count, in BATCH columns and in its order; None where it cannot be read."""
         one_source = self.sources.width == 1
         if part.path is None or not part.plain or not one_source:
-            yield self._resolved(part, one_source)
-            return
-        met = np.zeros(0, np.uint64)
+            return self._resolved(part, one_source)
         try:
-            for rows in _columns(part.path, part.constants):
-                flow = rows["flow"].to_numpy()
-                met = np.union1d(met, flow[np.flatnonzero(np.diff(flow, prepend=~flow[:1]))])
-                yield rows
+            rows = _columns(part.path, part.constants)
         except UNREADABLE as error:
             self._unreadable[part.path] = str(error).splitlines()[0]
-        if not np.isin(met, self._listed).all():
+            return None
+        if not np.isin(_flows_of(rows["flow"].to_numpy()), self._listed).all():
             self._list(self._whole(part).select("flow", *QP).unique())
+        return rows
 
     def _has(self, part: _Part, wanted: Collection[int]) -> bool:
         """Whether one of the flows `wanted` may be in `part`."""
@@ -242,9 +250,7 @@ class Samples:
             with pq.ParquetFile(part.path, memory_map=True) as file:
                 for number in range(file.num_row_groups):
                     flow = file.read_row_group(number, columns=["flow"], use_threads=False)["flow"].to_numpy()
-                    if not {
-                        int(one) for one in flow[np.flatnonzero(np.diff(flow, prepend=~flow[:1]))]
-                    }.isdisjoint(wanted):
+                    if not set(_flows_of(flow).tolist()).isdisjoint(wanted):
                         return True
         except UNREADABLE:
             return True
@@ -274,7 +280,7 @@ class Samples:
                 return self._complete(part.path, _read(part.path))
             except UNREADABLE as error:
                 self._unreadable[part.path] = str(error).splitlines()[0]
-        return pl.DataFrame(schema=SAMPLES)
+        return NO_ROWS
 
     def _complete(self, path: Path | None, rows: pl.DataFrame) -> pl.DataFrame:
         complete = rows.drop_nulls(ESSENTIAL).filter(pl.col("direction").is_in(WAYS), pl.col("bin_ns") > 0)
@@ -352,9 +358,7 @@ def _by_footer(path: Path) -> _Part | None:
     plain = all(name in bounds and bounds[name][2] == 0 for name in (*ESSENTIAL, "flow"))
     if plain:
         plain = (bounds["bin_ns"][0] or 0) > 0 and set(bounds["direction"][:2]) <= set(WAYS)
-    return _Part(
-        path, pl.DataFrame(schema=SAMPLES), nodes, *bounds["t_ns"][:2], constants, plain, meta.num_rows
-    )
+    return _Part(path, NO_ROWS, nodes, *bounds["t_ns"][:2], constants, plain, meta.num_rows)
 
 
 def _read_nodes(path: Path) -> list[str]:
@@ -380,26 +384,35 @@ def _bounds(meta: pq.FileMetaData, index: int) -> tuple[Any, Any, int | None]:
     return min(found.min for found in valued), max(found.max for found in valued), nulls
 
 
-def _columns(path: Path, constants: dict[str, Any]) -> Iterator[pl.DataFrame]:
-    """BATCH frames of the file's row groups; columns with one value are not read."""
-    names = {"direction" if name == "tx" else name: dtype for name, dtype in BATCH.items()}
-    wanted = [name for name in names if name not in constants]
+def _flows_of(flow: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The distinct ones."""
+    return np.unique(flow[curves.changes(flow)])
+
+
+def _columns(path: Path, constants: dict[str, Any]) -> pl.DataFrame:
+    """The file's rows in BATCH columns; columns with one value are not read."""
+    names = ["direction" if name == "tx" else name for name in BATCH]
     with pq.ParquetFile(path, memory_map=True, read_dictionary=["direction"]) as file:
-        for number in range(file.num_row_groups):
-            table = file.read_row_group(number, columns=wanted, use_threads=False)
-            columns = []
-            for name, dtype in names.items():
-                if name in constants:
-                    value = constants[name] if name != "direction" else constants[name] == "tx"
-                    columns.append(pl.repeat(value or 0, len(table), dtype=dtype, eager=True))
-                elif name == "direction":
-                    codes = table.column(name).combine_chunks()
-                    words = codes.dictionary.to_pylist()
-                    if not set(words) <= set(WAYS):
-                        raise ValueError(f"directions {', '.join(words)}, not {', '.join(WAYS)}")
-                    is_tx = np.array([word == "tx" for word in words], np.uint8)
-                    columns.append(pl.Series(is_tx[codes.indices.to_numpy()]))
-                else:
-                    columns.append(pl.Series(table.column(name)).cast(dtype).fill_null(0))
-            rows = pl.DataFrame(dict(zip(BATCH, columns, strict=True)))
-            yield rows if "retx_bytes" in constants else rows.with_columns(_repeats())
+        table = file.read([name for name in names if name not in constants], use_threads=False)
+    columns = []
+    for name, (as_column, dtype) in zip(names, BATCH.items(), strict=True):
+        if name in constants:
+            value = constants[name] if name != "direction" else constants[name] == "tx"
+            columns.append(pl.Series(as_column, [value or 0], dtype).new_from_index(0, len(table)))
+        elif name == "direction":
+            columns.append(pl.Series(as_column, _sent(table.column(name))))
+        else:
+            column = pl.Series(as_column, table.column(name)).cast(dtype)
+            columns.append(column.fill_null(0) if column.null_count() else column)
+    rows = pl.DataFrame(columns)
+    return rows if "retx_bytes" in constants else rows.with_columns(_repeats())
+
+
+def _sent(direction: pa.ChunkedArray) -> NDArray[np.uint8]:
+    """1 of each row that was sent; ValueError where one was neither sent nor received."""
+    codes = direction.unify_dictionaries().combine_chunks()
+    words = codes.dictionary.to_pylist()
+    if not set(words) <= set(WAYS):
+        raise ValueError(f"directions {', '.join(words)}, not {', '.join(WAYS)}")
+    is_tx = np.array([word == "tx" for word in words], np.uint8)
+    return np.asarray(is_tx[codes.indices.to_numpy()], np.uint8)

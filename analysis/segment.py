@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 
+from pulse_bpf.analysis.curves import Longs
+from pulse_bpf.analysis.node_calls import match_calls
 from pulse_bpf.analysis.samples import PORT
 from pulse_bpf.schema import F64, I64, U32, U64
 
@@ -76,22 +79,21 @@ class Volumes:
         self._processes = (
             operators.select(*PROCESS, "comm_id").unique(maintain_order=True).with_row_index("who")
         )
+        # Whose calls are those of one communicator on one node.
+        members = self._processes.with_columns(together=pl.struct("node", "comm_id").rank("dense"))
         of_kind = pl.col("kind").rank("dense").cast(I64)
-        self._operators = (
-            operators.join(_first_calls(operators), on="op")
-            .join(self._processes, on=[*PROCESS, "comm_id"], nulls_equal=True)
-            .with_columns(
-                of_kind=of_kind,
-                # What of its volume an operator of the ring moves depends on its size, too.
-                of_size=of_kind.max() + pl.struct("kind", "op_bytes").rank("dense").cast(I64),
-                certain=pl.col("kind").is_in(["Group", "Send", "Recv"]),
-                size=pl.col("op_bytes").cast(F64),
-                nranks=pl.col("nranks").cast(F64),
-            )
-            .select(
-                *("op", "who", "kind", "size", "nranks", "root", "program_pos", "of_kind", "of_size"),
-                *("certain", "call_ns", "first_call_ns", "last_call_ns"),
-            )
+        own = operators.join(members, on=[*PROCESS, "comm_id"], nulls_equal=True).with_columns(
+            of_kind=of_kind,
+            # What of its volume an operator of the ring moves depends on its size, too.
+            of_size=of_kind.max() + pl.struct("kind", "op_bytes").rank("dense").cast(I64),
+            certain=pl.col("kind").is_in(["Group", "Send", "Recv"]),
+            size=pl.col("op_bytes").cast(F64),
+            nranks=pl.col("nranks").cast(F64),
+        )
+        first_ns, last_ns = _first_calls(own)
+        self._operators = own.with_columns(first_call_ns=first_ns, last_call_ns=last_ns).select(
+            *("op", "who", "kind", "size", "nranks", "root", "program_pos", "of_kind", "of_size"),
+            *("certain", "call_ns", "first_call_ns", "last_call_ns"),
         )
 
     def of(self, groups: pl.DataFrame, chosen: pl.Series, until_ns: int) -> pl.DataFrame:
@@ -213,51 +215,23 @@ def _shares(groups: pl.DataFrame, direct: pl.DataFrame, where: list[str]) -> pl.
     )
 
 
-def _first_calls(operators: pl.DataFrame) -> pl.DataFrame:
-    """op, first_call_ns, last_call_ns: when the first and the last process of the node made that call.
+def _first_calls(operators: pl.DataFrame) -> tuple[Longs, Longs]:
+    """When the first and the last process of the node made the call of each of the `operators`.
 
     With PXN a queue pair carries what another GPU of the node sends, so bytes may flow from then on. Observed
     sequences of two processes may begin one call apart; they are matched by kind, size and time. Point-to-point
     calls are the caller's own.
     """
-    same = ["node", "comm_id", "kind", "op_bytes", "step"]
-    calls = operators.filter(~pl.col("kind").is_in(["Group", "Send", "Recv"])).select(
-        "op", *PROCESS, "comm_id", "kind", "op_bytes", "call_ns", step=pl.col("op_seq").cast(I64)
+    call_ns = operators["call_ns"].to_numpy()
+    first_ns, last_ns = call_ns.copy(), call_ns.copy()
+    shared = np.flatnonzero(~operators["certain"].to_numpy())
+    who, together, step, of_size = (
+        operators[name].cast(I64).to_numpy()[shared] for name in ("who", "together", "op_seq", "of_size")
     )
-    pair = ["node", "comm_id", "pid", "other"]
-    apart = pl.col("other_ns") - pl.col("call_ns")
-    matched = pl.concat(
-        [
-            calls.join(
-                calls.select(
-                    *same[:-1], pl.col("step") + shift, pl.col("pid").alias("other"), other_ns="call_ns"
-                ),
-                on=same,
-                nulls_equal=True,
-            )
-            .filter(pl.col("pid") != pl.col("other"))
-            .with_columns(shift=pl.lit(shift))
-            for shift in (0, -1, 1)
-        ]
-    )
-    fits = (
-        matched.group_by(*pair, "shift", maintain_order=True)
-        .agg(pl.len(), apart.abs().median().alias("apart_ns"))
-        .filter(pl.col("len") >= 0.8 * pl.col("len").max().over(pair))
-        .sort("apart_ns", maintain_order=True)
-        .unique(pair, keep="first", maintain_order=True)
-    )
-    others = (
-        matched.join(fits.select(*pair, "shift"), on=[*pair, "shift"], how="semi")
-        .group_by("op")
-        .agg(pl.col("other_ns").min(), pl.col("other_ns").max().alias("last_ns"))
-    )
-    return (
-        operators.select("op", "call_ns")
-        .join(others, on="op", how="left")
-        .select(
-            "op",
-            first_call_ns=pl.min_horizontal("call_ns", "other_ns"),
-            last_call_ns=pl.max_horizontal("call_ns", "last_ns"),
+    order = np.lexsort((step, who, together))
+    begins = np.flatnonzero(np.diff(who[order], prepend=-1, append=-1))
+    if len(shared):
+        match_calls(
+            begins, together[order], step[order], of_size[order], shared[order], call_ns, first_ns, last_ns
         )
-    )
+    return first_ns, last_ns

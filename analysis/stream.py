@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis import boundaries, curves, grants, pool, walk
+from pulse_bpf.analysis import boundaries, curves, grants, outside, pool, walk
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.pool import Found
 from pulse_bpf.analysis.samples import PORT, Batch
@@ -35,7 +35,7 @@ class Segments:
     `groups`: flow groups, one per KEY, numbered by `group`, with their `flows` and `bin_ns`. `cuts`: one row per
     (group, operator `op` that should use it) with `expected_bytes`, `paced` and the columns WHOLE and REAL of shape.py.
     `sums`: these of operators over all peers of a NIC, per op and PORT. `outside`: the bytes of each group that belong
-    to no operator. `totals`: the TOTALS of each flow and direction.
+    to no operator, burst by burst where it has no call. `totals`: the TOTALS of each flow and direction.
     """
 
     groups: pl.DataFrame
@@ -57,7 +57,8 @@ def segment(
         here = pl.col("node").is_in(nodes)
         cutter = Cutter(flows.filter(here), operators.filter(here), sent, covered)
         for until_ns, window in groupby(of_nodes, lambda batch: batch.until_ns):
-            cutter.feed(pl.concat([batch.rows for batch in window]), until_ns)
+            frames = [batch.rows for batch in window]
+            cutter.feed(frames[0] if len(frames) == 1 else pl.concat(frames), until_ns)
         yield nodes, cutter.finish()
 
 
@@ -90,6 +91,9 @@ class Cutter:
         self._rules.lossy[lossy.to_numpy()] = True
         self._pool = pool.no_pool()
         self._grants = grants.no_grants(count)
+        # Bursts of groups without calls: those that go on, and those that ended.
+        self._burst = np.zeros((count, len(walk.OUTSIDE)), np.int64)
+        self._bursts: list[tuple[Longs, Longs]] = []
         # The end of each group's last operator, and the group of each call.
         self._since_ns = np.full(count, NOTHING)
         self._group_of_call = np.zeros(0, np.int64)
@@ -133,12 +137,19 @@ class Cutter:
     def finish(self) -> Segments:
         """What all was cut into, once the last window was given."""
         self._advance(walk.NEVER, final=True)
-        outside = pl.DataFrame(self._state.outside, walk.OUTSIDE).with_row_index("group").cast({"group": U32})
+        called = np.flatnonzero(self._calls.begin < self._calls.end)
+        parts = [
+            *self._bursts,
+            (np.arange(len(self._burst)), self._burst),
+            (called, self._state.outside[called]),
+        ]
+        group, rest = (np.concatenate(column) for column in zip(*parts, strict=True))
+        rest_of = pl.DataFrame(rest, walk.OUTSIDE).with_columns(group=pl.Series(group, dtype=U32))
         return Segments(
             self._used(walk.NEVER).filter(pl.Series(self._begun)),
             _frame(self._found, self._of_call),
             _frame(self._summed, self._of_sum),
-            outside.filter(pl.col("rows") > 0),
+            rest_of.filter(pl.col("rows") > 0),
             self._totals_of_flows(),
         )
 
@@ -191,6 +202,8 @@ class Cutter:
         found, bins, needed = walk.walk(
             self._curves, self._calls, self._rules, self._state, self._pool, until_ns, final
         )
+        uncalled = self._rules.learned & (self._calls.begin == self._calls.end)
+        self._bursts.append(outside.bursts(self._curves, needed, uncalled, self._rules.bin_ns, self._burst))
         self._curves = curves.left(self._curves, needed)
         self._grants = grants.used(
             self._grants, self._since_ns, self._group_of_call[found.number], found.whole

@@ -300,11 +300,11 @@ def walk(
                     cum[row] < upto or (cum[row] == upto and (net[row] > 0 or t_ns[row] + bin_ns <= ended_ns))
                 ):
                     size = cum[row] - taken
-                    _outside(outside, t_ns[row], size, retx[row], ctl[row])
+                    add_outside(outside, t_ns[row], size, retx[row], ctl[row])
                     taken, used = cum[row], 0
                     row += 1
                 if upto > taken:
-                    _outside(outside, t_ns[row], upto - taken, 0, 0)
+                    add_outside(outside, t_ns[row], upto - taken, 0, 0)
                     used += upto - taken
                     taken = upto
                 if not known or follows >= last_op:
@@ -387,7 +387,8 @@ def _of_bin(cum: Longs, end: float) -> float:
 
 
 @compiled
-def _outside(outside: Longs, t_ns: int, size: int, retx: int, ctl: int) -> None:
+def add_outside(outside: Longs, t_ns: int, size: int, retx: int, ctl: int) -> None:
+    """Adds a row of so many new bytes, repeats and control packets to the columns OUTSIDE of bytes of no operator."""
     if outside[ROWS] == 0:
         outside[FIRST_NS] = t_ns
     outside[ROWS] += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -148,14 +149,16 @@ def test_one_size_back_to_back_has_none_and_with_pauses_that_of_its_traffic() ->
     assert paused.confidence < 0.9
 
 
-def test_traffic_without_calls_shows_its_rhythm(tmp_path: Path) -> None:
-    """As bursts that no call explains, such as those of a CUDA graph."""
-    simulate("healthy", tmp_path / "recording", seed=1, nodes=4, gpus=2, workload="dp", seconds=0.5)
+@pytest.mark.parametrize("name", ["dp", "fsdp"])
+def test_traffic_without_calls_shows_its_rhythm(name: str, tmp_path: Path) -> None:
+    """As of a CUDA graph that is replayed."""
+    simulate("healthy", tmp_path / "recording", seed=1, nodes=4, gpus=2, workload=name, seconds=0.5)
+    period_ns = found(analysis.operators([tmp_path / "recording"])).period_ns
+    shutil.rmtree(tmp_path / "recording" / "ops")
     operators = analysis.operators([tmp_path / "recording"])
-    nothing = [pl.lit(None).cast(operators.schema[name]).alias(name) for name in ("program_pos", "call_ns")]
-    bursts = operators.filter(pl.col("level") == "flow").with_columns(*nothing, level=pl.lit("traffic"))
-    iteration = found(bursts)
-    assert iteration.period_ns == pytest.approx(found(operators).period_ns, rel=0.01)
+    assert set(operators["origin"]) == {"traffic"}
+    iteration = found(operators)
+    assert iteration.period_ns == pytest.approx(period_ns, rel=0.01)
     assert iteration.boundaries_ns == []
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import polars as pl
+from polars.testing import assert_frame_equal
 
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.port_bursts import LONGEST, port_bursts
-from pulse_bpf.analysis.ports import Ports
+from pulse_bpf.analysis.ports import PortBins, Ports
 from pulse_bpf.analysis.samples import BATCH
+from pulse_bpf.schema import conform
 
 WIDE_NS, BIN_NS = 10_000_000, 100_000
 PLACES = {1: ("a", "mlx5_0", 1), 2: ("a", "mlx5_0", 1)}
@@ -45,13 +49,14 @@ def _ports(port: pl.DataFrame, rows: pl.DataFrame) -> Ports:
         schema=["flow", "node", "nic", "port"],
         orient="row",
     )
-    return Ports(port, rows.join(where.with_columns(pl.col("flow").cast(pl.UInt64)), on="flow"))
+    bins = PortBins([], conform(port, "port_samples"))
+    return Ports(bins, [rows.join(where.with_columns(pl.col("flow").cast(pl.UInt64)), on="flow")])
 
 
 def test_bytes_are_where_the_port_has_them_and_none_is_lost() -> None:
     rows = _coarse([(1, 0, 1001), (2, 0, 3003)])
     port = _port({5: (2000, 2), 6: (1000, 1), 7: (66, 1), 40: (1000, 1)})
-    found = _ports(port, rows).narrowed(rows, PLACES)
+    found = _ports(port, rows).narrowed(["a"], rows, PLACES)
     assert found.group_by("flow").agg(pl.col("bytes").sum()).sort("flow").rows() == [(1, 1001), (2, 3003)]
     one = found.filter(pl.col("flow") == 1)
     # Not where there were only control packets.
@@ -64,13 +69,13 @@ def test_a_port_of_two_jobs_stays_as_it_is() -> None:
     """What moves in a bin of the port is not known to be one's or the other's."""
     rows = _coarse([(1, number, 1000) for number in range(5)] + [(2, number, 1000) for number in range(2, 9)])
     port = _port(dict.fromkeys(range(0, 900, 10), (100, 1)))
-    assert _ports(port, rows).narrowed(rows, PLACES).equals(rows)
+    assert _ports(port, rows).narrowed(["a"], rows, PLACES).equals(rows)
 
 
 def test_bins_of_the_port_that_are_hardly_narrower_are_not_taken() -> None:
     rows = _coarse([(1, number, 1000) for number in range(5)])
     port = _port({0: (100, 1)}).with_columns(bin_ns=pl.lit(WIDE_NS // 2))
-    assert _ports(port, rows).narrowed(rows, PLACES).equals(rows)
+    assert _ports(port, rows).narrowed(["a"], rows, PLACES).equals(rows)
 
 
 def _bursts(port: pl.DataFrame, bin_ns: int | None = None) -> pl.DataFrame:
@@ -104,3 +109,21 @@ def test_a_port_whose_queue_pairs_are_seen_as_well_has_no_rows_of_its_own() -> N
 
 def test_counters_that_are_read_now_and_then_are_no_curve() -> None:
     assert _bursts(_port({3: (2000, 2)}).with_columns(bin_ns=WIDE_NS)).is_empty()
+
+
+def test_files_are_read_for_the_time_that_is_asked_for(tmp_path: Path) -> None:
+    whole = conform(_port(dict.fromkeys(range(900), (100, 1))), "port_samples")
+    paths = [tmp_path / f"{number}.parquet" for number in range(3)]
+    for number, path in enumerate(paths):
+        whole[300 * number : 300 * number + 300].write_parquet(path)
+    bins = PortBins(paths, None)
+    assert bins.narrowest_ns == BIN_NS
+    asked = ["a"], 310 * BIN_NS, 590 * BIN_NS
+    paths[2].write_bytes(b"no longer what it was")
+    assert_frame_equal(bins.between(*asked), PortBins([], whole).between(*asked))
+    assert bins.between(*asked).height == 280
+    assert bins.between(["b"], *asked[1:]).is_empty()
+    assert not bins.damaged
+    assert bins.between(["a"], 590 * BIN_NS, 610 * BIN_NS).height == 10
+    (damaged,) = bins.damaged
+    assert damaged.startswith(str(paths[2]))

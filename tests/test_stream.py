@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -45,9 +46,11 @@ def in_windows(samples: Samples, window_ns: int) -> Iterator[Batch]:
             yield Batch(nodes, begin_ns + (int(number) + 1) * window_ns, part)
 
 
-def same_in_windows(recording: Recording, window_ns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def same_in_windows(
+    recording: Recording, window_ns: list[int], monkeypatch: pytest.MonkeyPatch, level: str = "flow"
+) -> None:
     whole = analysis.measure(recording)[0]
-    assert whole.filter(pl.col("level") == "flow").height > 20
+    assert whole.filter(pl.col("level") == level).height > 20
     real = stream.segment
     for length_ns in window_ns:
         with monkeypatch.context() as patched:
@@ -57,25 +60,42 @@ def same_in_windows(recording: Recording, window_ns: list[int], monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("scenario", "workload", "conditions"),
+    ("scenario", "workload", "source", "conditions"),
     [
-        ("healthy", "dp-tree", []),
-        ("healthy", "megatron", []),
-        ("healthy", "moe-alltoall", []),
-        ("healthy", "fsdp", ["lost-samples"]),
-        ("healthy", "moe", ["lost-samples"]),
-        ("lossy-link", "dp", []),
-        ("hang-inside", "fsdp", []),
-        ("nic-slow", "moe", []),
+        ("healthy", "dp-tree", "packets", []),
+        ("healthy", "megatron", "packets", []),
+        ("healthy", "moe-alltoall", "packets", []),
+        ("healthy", "fsdp", "packets", ["lost-samples"]),
+        ("healthy", "moe", "packets", ["lost-samples"]),
+        ("lossy-link", "dp", "packets", []),
+        ("hang-inside", "fsdp", "packets", []),
+        ("nic-slow", "moe", "packets", []),
+        ("nic-slow", "context", "packets", ["lost-calls", "missing-agent"]),
+        ("healthy", "moe", "packets", ["qpn-reuse", "same-qpns", "netlink-only"]),
+        ("healthy", "dp", "packets", ["late-attach", "no-clock-sync"]),
+        ("healthy", "megatron", "pcc", []),
+        ("healthy", "dp", "diag+netlink", []),
     ],
 )
 @pytest.mark.usefixtures("short_warmup")
 def test_streaming_is_batch_on_simulated_jobs(
-    scenario: str, workload: str, conditions: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scenario: str,
+    workload: str,
+    source: str,
+    conditions: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = {"seed": 7, "nodes": 4, "gpus": 2, "seconds": 0.3}
-    simulate(scenario, tmp_path / "r", workload=workload, conditions=conditions, **made)
+    simulate(scenario, tmp_path / "r", workload=workload, source=source, conditions=conditions, **made)
     same_in_windows(load([tmp_path / "r"]), [100_000_000, 7_000_000, 1_100_000], monkeypatch)
+
+
+@pytest.mark.usefixtures("short_warmup")
+def test_streaming_is_batch_where_no_call_was_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate("healthy", tmp_path / "r", seed=7, nodes=4, gpus=2, workload="dp", seconds=0.3)
+    shutil.rmtree(tmp_path / "r" / "ops")
+    same_in_windows(load([tmp_path / "r"]), [100_000_000, 7_000_000, 1_100_000], monkeypatch, "traffic")
 
 
 @pytest.mark.parametrize(
@@ -111,15 +131,18 @@ def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.Monke
     assert max(kept[len(kept) // 4 :]) <= 1.2 * max(kept[: len(kept) // 4])
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=60))
-@settings(max_examples=60)
-def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]]) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=60),
+    st.sampled_from([1, 4]),
+)
+@settings(max_examples=120)
+def test_rows_of_several_queue_pairs_become_one_curve(rows: list[tuple[int, int]], bin_ns: int) -> None:
     t_ns, net = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     expected: dict[int, int] = {}
     for at, size in rows:
         expected[at] = expected.get(at, 0) + size
     retx, ctl = net * 2, net * 3
-    end = in_time_order(t_ns, net, retx, ctl, 0, len(rows), np.empty((2, len(rows)), np.int64))
+    end = in_time_order(t_ns, net, retx, ctl, 0, len(rows), bin_ns, np.empty((2, len(rows)), np.int64))
     assert dict(zip(t_ns[:end].tolist(), net[:end].tolist(), strict=True)) == expected
     assert t_ns[:end].tolist() == sorted(expected)
     assert (retx[:end] == net[:end] * 2).all()

@@ -1,12 +1,14 @@
-"""CPU seconds and memory of the analysis of a recording, beside those of a bare scan of its samples.
+"""CPU seconds and memory of the analysis of recordings, beside those of a bare scan of their samples in the same run.
 
-    speed.py [--workload NAME] [--seconds S] [--nodes N] [--gpus N] [--keep DIR] [--repeat N ...] [--qps N ...]
+    speed.py [--workloads NAME ...] [--seconds S] [--nodes N] [--gpus N] [--rows N ...] [--qps N ...] [--keep DIR]
+        [--doc]
 
-Each figure is that of a process of its own: user and system seconds, the most memory it held, and both scans as the
-unit. The scans sum the bytes of all samples by (node, nic, qpn, direction), and by the one integer `flow`, with polars.
-The analysis goes from the files to the operators table: load, attribution, segmentation, metrics. With --repeat, the
-recording is also taken that many times one after the other, with --qps it is simulated with so many queue pairs per
-connection: cost should be linear in both. Last, the bytes of operator rows as Parquet per byte of samples.
+Each figure is that of a process of its own: user and system seconds once it had started, imported and loaded kernels,
+the most memory it held, and both scans as the unit. The scans sum the bytes of all samples by (node, nic, qpn,
+direction), and by the one integer `flow`, with polars. The analysis goes from the files to the operators table on disk:
+load, attribution, segmentation, metrics. Four tables: simulated workloads; about so many --rows, the first workload
+repeated in time; so many --qps, the samples of a small job dealt out to more and more queue pairs; and the
+command from its start to its verdict, on a small recording and with kernels that were compiled before.
 """
 
 from __future__ import annotations
@@ -17,124 +19,239 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import polars as pl
+from segmentation_doc import markdown, paragraph, write_section
+from simulated_recordings import simulated
 
 from pulse_bpf import analysis
-from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.store import RecordingWriter
 
 # From the begin of a recording to that of its repetition.
 APART_NS = 20_000_000_000
+# Knuth's multiplier: flows of queue pairs that are dealt out stay apart.
+SPREAD = 0x9E3779B97F4A7C15
+# A recording for the command alone, and one whose queue pairs are few.
+SMALL, FEW = ("2x2", 0.5), ("2x4", 10.0)
+HEADER = (
+    "rows",
+    "queue pairs",
+    "CPU s",
+    "x strings",
+    "x flows",
+    "ns a row",
+    "MB",
+    "MB without the table",
+    "B/B",
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--workload", default="megatron")
+    parser.add_argument("--workloads", nargs="*", default=["dp", "fsdp", "moe-alltoall"])
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--rows", type=float, nargs="*", default=[1e6, 1e7, 1e8])
+    parser.add_argument("--qps", type=int, nargs="*", default=[10, 100, 1000, 10000])
     parser.add_argument("--keep", type=Path, help="where recordings are made, and used again from")
-    parser.add_argument("--repeat", type=int, nargs="*", default=[])
-    parser.add_argument("--qps", type=int, nargs="*", default=[])
+    parser.add_argument("--doc", action="store_true", help="write the section of docs/segmentation.md")
     parser.add_argument("--task", choices=list(TASKS), help=argparse.SUPPRESS)
+    parser.add_argument("--before", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.task:
-        TASKS[chosen.task](chosen.keep)
+        # Loading compiled kernels is a part of starting.
+        TASKS[chosen.task](chosen.before)
+        begin, idle_kb = time.process_time(), _most_kb()
+        made = TASKS[chosen.task](chosen.keep)
+        print(time.process_time() - begin, idle_kb / 1024, _most_kb() / 1024, made.estimated_size("mb"))
         return
     with tempfile.TemporaryDirectory() as scratch:
         keep = chosen.keep or Path(scratch)
-        print(
-            f"{'recording':34} {'rows':>11} {'QPs':>6} {'what':>9} {'CPU s':>8} {'MB':>7} {'x strings':>10}"
-            f" {'x flows':>8}"
-        )
-        base = keep / f"{chosen.workload}-{chosen.nodes}x{chosen.gpus}-{chosen.seconds:g}"
-        for qps in [1, *chosen.qps]:
-            directory = base if qps == 1 else base.with_name(f"{base.name}-{qps}")
-            if not (directory / "truth_operators.parquet").exists():
-                simulate(
-                    "healthy",
-                    directory,
-                    seed=1,
-                    nodes=chosen.nodes,
-                    gpus=chosen.gpus,
-                    workload=chosen.workload,
-                    seconds=chosen.seconds,
-                    qps_per_connection=qps,
-                )
-            report(directory)
-        for times in chosen.repeat:
-            directory = Path(scratch) / f"{base.name}-times-{times}"
-            repeat(base, directory, times)
-            report(directory)
-            shutil.rmtree(directory)
+        shape = f"{chosen.nodes}x{chosen.gpus}"
+        bases = [
+            simulated(keep, "healthy", workload, shape, chosen.seconds, 32, 1)
+            for workload in chosen.workloads
+        ]
+        small = simulated(keep, "healthy", "dp", *SMALL, 32, 1)
+        report(small, small)  # compiles what was not compiled
+        made = Path(scratch) / "made"
+        text = [_introduction(chosen.seconds, shape)]
+        rows = [
+            [workload, *report(base, small)] for workload, base in zip(chosen.workloads, bases, strict=True)
+        ]
+        text += ["### By workload\n", markdown(("workload", *HEADER), rows)]
+        if chosen.rows:
+            rows = []
+            for count in chosen.rows:
+                repeat(bases[0], made, int(count))
+                rows.append(report(made, small))
+                shutil.rmtree(made)
+            text += [
+                f"### By length\n\n{chosen.workloads[0]}, cut or repeated in time.\n",
+                markdown(HEADER, rows),
+            ]
+        if chosen.qps:
+            rows, base = [], simulated(keep, "healthy", "dp", *FEW, 32, 1)
+            for count in chosen.qps:
+                deal(base, made, count)
+                rows.append(report(made, small))
+                shutil.rmtree(made)
+            text += [
+                f"### By queue pairs\n\ndp on {FEW[0]}, {FEW[1]:g} s. {_DEALT}\n",
+                markdown(HEADER, rows),
+            ]
+        text += [
+            "### From the command to its verdict\n",
+            first_result(small),
+        ]
+        section = "\n".join(text)
+        print(section)
+        if chosen.doc:
+            write_section("Speed and memory", section)
 
 
-def report(directory: Path) -> None:
-    """One line per task on the recording in `directory`."""
+_DEALT = paragraph(
+    """Successive bins of a connection are dealt out to more and more queue pairs: the rows are the same."""
+)
+
+
+def _introduction(seconds: float, shape: str) -> str:
+    return paragraph(
+        f"""{seconds:g} s of healthy jobs on {shape} (nodes x GPUs) in bins of 32 µs. CPU seconds, user and system, from
+        the files to the operators table on disk, beside polars summing the bytes of the same files by (node, nic, qpn,
+        direction) ("strings") and by the integer flow ("flows"), each in a process of its own that did the same on a
+        small recording before. "MB without the table": the most memory held, less that of the operators table itself
+        and of Python with its libraries. "B/B": bytes of the operators table as Parquet per byte of samples. On
+        {os.cpu_count()} cores of {_processor()}, polars {pl.__version__}, load average {os.getloadavg()[0]:.0f}."""
+    )
+
+
+def _processor() -> str:
+    named = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return named[0].partition(":")[2].strip() if named else "an unnamed processor"
+
+
+def report(directory: Path, small: Path) -> list[str]:
+    """The line of HEADER of the recording in `directory`; processes do each task on the one in `small` before."""
     files = str(directory / "samples" / "*.parquet")
     rows = pl.scan_parquet(files).select(pl.len()).collect().item()
     qps = pl.scan_parquet(directory / "qps.parquet").select(pl.len()).collect().item()
-    units: dict[str, float] = {}
+    seconds, megabytes = {}, {}
     for task in TASKS:
-        command = [sys.executable, __file__, "--task", task, "--keep", str(directory)]
-        process = subprocess.Popen(command)
-        _, status, used = os.wait4(process.pid, 0)
-        if status:
-            raise SystemExit(f"{task} on {directory} failed")
-        units[task] = used.ru_utime + used.ru_stime - units.get("nothing", 0.0)
-        by_string = units[task] / units.get("strings", units[task])
-        by_flow = units[task] / units.get("flows", units[task])
-        print(
-            f"{directory.name:34} {rows:11} {qps:6} {task:>9} {units[task]:8.2f} {used.ru_maxrss >> 10:7}"
-            f" {by_string:10.2f} {by_flow:8.2f}",
-            flush=True,
-        )
+        command = [sys.executable, __file__, "--task", task, "--keep", str(directory), "--before", str(small)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        seconds[task], idle, megabytes[task], table = map(float, told)
     operators = directory / "operators.parquet"
     sizes = sum(path.stat().st_size for path in (directory / "samples").glob("*.parquet"))
-    print(f"{directory.name:34} operators {operators.stat().st_size / sizes:.4f} bytes per byte of samples")
+    share = operators.stat().st_size / sizes
     operators.unlink()
+    print(f"{directory.name}: {rows} rows, {seconds}, {megabytes}", file=sys.stderr, flush=True)
+    return [
+        f"{rows:,}",
+        f"{qps:,}",
+        f"{seconds['analysis']:.2f}",
+        f"{seconds['analysis'] / seconds['strings']:.1f}",
+        f"{seconds['analysis'] / seconds['flows']:.1f}",
+        f"{1e9 * seconds['analysis'] / rows:.0f}",
+        f"{megabytes['analysis']:.0f}",
+        f"{megabytes['analysis'] - idle - table:.0f}",
+        f"{share:.3f}",
+    ]
 
 
-def repeat(recording: Path, directory: Path, times: int) -> None:
-    """Writes into `directory` the `recording` so many times, one after the other."""
+def first_result(directory: Path) -> str:
+    """The seconds of `pulse analyze`, the best of three."""
+    command = [str(Path(sys.executable).with_name("pulse")), "analyze", str(directory)]
+    runs = []
+    for _ in range(3):
+        begin, process = time.perf_counter(), subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, used = os.wait4(process.pid, 0)
+        if status:
+            raise SystemExit(f"{' '.join(command)} failed")
+        runs.append((time.perf_counter() - begin, used.ru_utime + used.ru_stime))
+    wall, cpu = (min(column) for column in zip(*runs, strict=True))
+    rows = pl.scan_parquet(str(directory / "samples" / "*.parquet")).select(pl.len()).collect().item()
+    return markdown(("rows", "s", "CPU s"), [[f"{rows:,}", f"{wall:.2f}", f"{cpu:.2f}"]])
+
+
+def _most_kb() -> int:
+    """The most memory that this process held; that of getrusage begins with what its parent held."""
+    (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
+    return int(line.split()[1])
+
+
+def repeat(recording: Path, directory: Path, rows: int) -> None:
+    """Writes into `directory` about so many `rows` of the `recording`, which is repeated in time as often as needed.
+
+    All bins are cut at one time, so that the last repetition is a part.
+    """
+    parts = {table: sorted((recording / table).glob("*.parquet")) for table in ("samples", "ops")}
+    t_ns = pl.scan_parquet(parts["samples"]).select("t_ns")
+    count, first_ns, last_ns = t_ns.select(pl.len(), low=pl.min("t_ns"), high=pl.max("t_ns")).collect().row(0)
+    whole, rest = divmod(rows, count)
+    last_ns += 1
+    end_ns = APART_NS * whole + first_ns + round((last_ns - first_ns) * rest / count)
     writer = RecordingWriter(directory)
-    for table, columns in (("samples", ["t_ns"]), ("ops", ["call_ns", "return_ns", "launch_ns"])):
-        for path in sorted((recording / table).glob("*.parquet")):
-            part = pl.read_parquet(path)
-            for number in range(times):
-                writer.append(table, part.with_columns(pl.col(columns) + number * APART_NS))
+    for number in range(whole + (rest > 0)):
+        for table, moments in (("samples", ["t_ns"]), ("ops", ["call_ns", "return_ns", "launch_ns"])):
+            for path in parts[table]:
+                part = pl.read_parquet(path).with_columns(pl.col(moments) + number * APART_NS)
+                if table == "ops":
+                    part = part.with_columns(pl.col("group") + (number << 48))
+                writer.append(table, part.filter(pl.col(moments[0]) < end_ns))
     others = shutil.ignore_patterns("samples", "ops", "truth*")
     shutil.copytree(recording, directory, ignore=others, dirs_exist_ok=True)
     spans = pl.read_parquet(directory / "coverage.parquet")
-    later = spans.with_columns(pl.col("last_ns") + (times - 1) * APART_NS)
-    later.write_parquet(directory / "coverage.parquet")
+    spans.with_columns(last_ns=pl.lit(end_ns)).write_parquet(directory / "coverage.parquet")
 
 
-def _strings(directory: Path) -> None:
-    key = ["node", "nic", "qpn", "direction"]
-    pl.scan_parquet(str(directory / "samples" / "*.parquet")).group_by(key).agg(
-        pl.col("bytes").sum()
-    ).collect()
+def deal(recording: Path, directory: Path, count: int) -> None:
+    """Writes into `directory` the `recording` with about `count` queue pairs, to which bins go in turn."""
+    qps = pl.read_parquet(recording / "qps.parquet")
+    ways = max(1, round(count / qps.height))
+    number = pl.int_range(ways, dtype=pl.UInt64)
+
+    def dealt(column: str) -> pl.Expr:
+        return (pl.col(column) * ways + pl.col("number")).cast(pl.UInt32)
+
+    flow = pl.col("flow") + pl.col("number") * pl.lit(SPREAD, pl.UInt64)
+    writer = RecordingWriter(directory)
+    for path in sorted((recording / "samples").glob("*.parquet")):
+        part = pl.read_parquet(path).with_columns(
+            number=((pl.col("t_ns") // pl.col("bin_ns")) % ways).cast(pl.UInt64)
+        )
+        part = part.with_columns(flow=flow, qpn=dealt("qpn")).drop("number")
+        writer.append("samples", part.sort("flow", "direction", "t_ns"))
+    others = shutil.ignore_patterns("samples", "truth*")
+    shutil.copytree(recording, directory, ignore=others, dirs_exist_ok=True)
+    each = qps.join(pl.DataFrame({"number": pl.select(number).to_series()}), how="cross")
+    each = each.with_columns(flow=flow, qpn=dealt("qpn"), peer_qpn=dealt("peer_qpn")).drop("number")
+    each.write_parquet(directory / "qps.parquet")
 
 
-def _flows(directory: Path) -> None:
-    pl.scan_parquet(str(directory / "samples" / "*.parquet")).group_by("flow").agg(
-        pl.col("bytes").sum()
-    ).collect()
+def _scan(directory: Path, *key: str) -> pl.DataFrame:
+    samples = pl.scan_parquet(str(directory / "samples" / "*.parquet"))
+    return samples.group_by(key).agg(pl.col("bytes").sum()).collect()
 
 
-def _analysis(directory: Path) -> None:
-    analysis.operators([directory]).write_parquet(directory / "operators.parquet")
+def _strings(directory: Path) -> pl.DataFrame:
+    return _scan(directory, "node", "nic", "qpn", "direction")
 
 
-def _nothing(directory: Path) -> None:
-    """What starting and importing cost."""
-    assert directory.is_dir()
+def _flows(directory: Path) -> pl.DataFrame:
+    return _scan(directory, "flow")
 
 
-TASKS = {"nothing": _nothing, "strings": _strings, "flows": _flows, "analysis": _analysis}
+def _analysis(directory: Path) -> pl.DataFrame:
+    table = analysis.operators([directory])
+    table.write_parquet(directory / "operators.parquet")
+    return table
+
+
+TASKS = {"strings": _strings, "flows": _flows, "analysis": _analysis}
 
 
 if __name__ == "__main__":
