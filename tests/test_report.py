@@ -20,7 +20,7 @@ from pulse_bpf.analysis.text import suspect
 from pulse_bpf.cli import main
 from pulse_bpf.errors import HOST, NO_DATA, OK, PARTIAL, USAGE
 from pulse_bpf.judge import Judged, judge
-from pulse_bpf.report import page
+from pulse_bpf.report.page import page
 
 HOSTILE = "<script>alert(1)</script>"
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pulse_bpf.judge import Judged, judge
 from pulse_bpf.lab.sim.simulate import simulate
-from pulse_bpf.report import page
+from pulse_bpf.report.page import page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -35,7 +35,7 @@ def _report(arguments: argparse.Namespace) -> int:
         )
 
     from pulse_bpf.judge import judge
-    from pulse_bpf.report import page
+    from pulse_bpf.report.page import page
     from pulse_bpf.report.words import headline, size
     from pulse_bpf.store import write_file
 
