@@ -8,6 +8,7 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.lags import IN_PAIRS
+from pulse_bpf.analysis.slow import RECEIVED
 from pulse_bpf.analysis.twins import TWO_SIDED
 
 # After so long a silence on a flow its receiver has taken all, and granted all slots again.
@@ -85,11 +86,14 @@ def behind_ports(aligned: pl.DataFrame, slow: list[Finding]) -> list[Finding]:
 
     A port that sends slowly receives as fast as ever what others send it in exchanges in pairs, and the other ports of
     its machine send as fast as ever; one whose slot is slow pauses its switch and says so. Where that is not so,
-    its GPU, or the way to it, holds it up.
+    its GPU, or the way to it, holds it up. Of a port that is slow in what it receives neither tells.
     """
     return [
         replace(item, kind="intra-node-slow", cause="intra-node", scope="node", nic=None)
-        if item.scope == "nic" and item.kind == "nic-slow" and _is_behind(aligned, item)
+        if item.scope == "nic"
+        and item.kind == "nic-slow"
+        and item.evidence[0].metric != RECEIVED
+        and _is_behind(aligned, item)
         else item
         for item in slow
     ]

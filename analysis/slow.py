@@ -31,6 +31,8 @@ BUSIER = 0.97
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
 OPERATOR = ["comm_id", "kind", "step"]
+# What is measured of a port that is slow in what it receives.
+RECEIVED = "rx_burst_gbps"
 
 
 def find_slow(
@@ -295,7 +297,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
     busy, others_busy = _busy(bad, sided), _busy(good, sided)
     evidence = [
         Evidence(
-            "burst_gbps",
+            RECEIVED if cause.what == "ingress" else "burst_gbps",
             rate,
             reference,
             operators,

@@ -97,7 +97,7 @@ def _job(findings: Findings) -> list[str]:
 
 
 def _finding(number: int, finding: Finding) -> list[str]:
-    lines = _wrapped(suspect(finding), f"{number}. ")
+    lines = _wrapped(printable(suspect(finding)), f"{number}. ")
     start = datetime.fromtimestamp(finding.first_ns / 1e9).strftime("%H:%M:%S.%f")[:-3]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_row("kind", f"{finding.kind}{f' ({finding.state})' if finding.state else ''}")
