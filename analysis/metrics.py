@@ -132,7 +132,7 @@ def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
 def _sorted(table: pl.DataFrame) -> pl.DataFrame:
     """The table in an order that does not depend on how its rows came."""
     names = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
-    keys = table.select(*names, "peer_nic", "comm_id", "start_ns")
+    keys = table.select(*names, "peer_nic", "comm_id", "start_ns", "bytes")
     # There are few texts: their places in order are sorted faster.
     texts = [name for name, dtype in keys.schema.items() if dtype == STR]
     places = {name: pl.Enum(keys[name].drop_nulls().unique().sort()) for name in texts}

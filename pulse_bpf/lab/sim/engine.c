@@ -304,6 +304,7 @@ void sim_run(struct inputs *in, struct outputs *out) {
     }
     at(e, 0, DUE_MILLISECOND, 0, 0);
     at(e, in->record_ns, DUE_COUNTERS, 0, 0);
+    out->ended_ns = in->end_ns;
     for (;;) {
         struct due due;
         /* Once for all that happens at one moment. */
@@ -315,10 +316,12 @@ void sim_run(struct inputs *in, struct outputs *out) {
         e->now = due.t_ns;
         out->steps++;
         handle(e, &due);
-        if (due.what == DUE_MILLISECOND && settled(e))
+        if (due.what == DUE_MILLISECOND && settled(e)) {
+            out->ended_ns = e->now;
             break;
+        }
     }
-    out->ended_ns = e->now = e->settled == in->calls_count ? e->now : in->end_ns;
+    e->now = out->ended_ns;
     for (int32_t flow = 0; flow < in->flows_count; flow++)
         advance(e, flow);
     count_counters(e);
