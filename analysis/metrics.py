@@ -35,6 +35,15 @@ _FURTHER: dict[str, pl.DataType | type[pl.DataType]] = {
 }
 OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 
+# What rows have of the flows whose totals (Segments.totals) they put together.
+_OF_TOTALS = (
+    pl.col("bytes", "retx_bytes", "ctl_packets").sum(),
+    pl.col("first_ns").min().alias("start_ns"),
+    (pl.col("last_ns").max() + pl.col("bin_ns").max()).alias("last_byte_ns"),
+    pl.col("flow").unique().sort().alias("flows"),
+    pl.col("bin_ns").max(),
+)
+
 
 def measure(
     segments: Segments,
@@ -90,13 +99,7 @@ def measure(
         segments.totals.join(flows.filter(pl.col("comm_id").is_not_null()), on="flow")
         .filter(pl.col("direction") != pl.col("data"))
         .group_by(*KEY, "gpu", "peer_pid")
-        .agg(
-            pl.col("bytes", "retx_bytes", "ctl_packets").sum(),
-            pl.col("first_ns").min().alias("start_ns"),
-            (pl.col("last_ns").max() + pl.col("bin_ns").max()).alias("last_byte_ns"),
-            pl.col("flow").unique().sort().alias("flows"),
-            pl.col("bin_ns").max(),
-        )
+        .agg(_OF_TOTALS)
         .drop("use")
         .with_columns(level=pl.lit("traffic"), origin=pl.lit("traffic"))
     )
@@ -106,13 +109,7 @@ def measure(
         .filter(pl.col("comm_id").is_null())
         .with_columns(pl.col("reason").fill_null("its queue pair is not listed"))
         .group_by(*PORT, "reason")
-        .agg(
-            pl.col("bytes", "retx_bytes", "ctl_packets").sum(),
-            pl.col("first_ns").min().alias("start_ns"),
-            (pl.col("last_ns").max() + pl.col("bin_ns").max()).alias("last_byte_ns"),
-            pl.col("flow").unique().sort().alias("flows"),
-            pl.col("bin_ns").max(),
-        )
+        .agg(_OF_TOTALS)
         .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
     )
     table = pl.concat([_timed(own, operators), traffic, control, unattributed], how="diagonal_relaxed")
