@@ -92,7 +92,7 @@ def behind_ports(aligned: pl.DataFrame, slow: list[Finding]) -> list[Finding]:
         replace(item, kind="intra-node-slow", cause="intra-node", scope="node", nic=None)
         if item.scope == "nic"
         and item.kind == "nic-slow"
-        and item.evidence[0].metric != RECEIVED
+        and all(shown.metric != RECEIVED for shown in item.evidence)
         and _is_behind(aligned, item)
         else item
         for item in slow
