@@ -180,8 +180,8 @@ def _shift(
             continue
         # The mean, since calls come in volleys: next to it, only those at the edge of a volley are far apart.
         later_ns = call_ns[begin - shift : end - shift] - other_ns[begin:end]
-        usual_ns = np.median(later_ns)
-        apart = np.mean(np.abs(later_ns - usual_ns)) + clocks * abs(usual_ns)
+        usual_ns = float(np.median(later_ns))
+        apart = float(np.mean(np.abs(later_ns - usual_ns))) + clocks * abs(usual_ns)
         unequal = _unequal(seen, rank, other, begin, end, shift, same_bytes)
         if not fits or unequal < least_unequal or (unequal == least_unequal and apart < least_apart):
             fits, best, least_unequal, least_apart = True, shift, unequal, apart
@@ -209,12 +209,14 @@ def _unequal(
             here = min(at, other_at)
             if here >= end:
                 break
-            differ = True
-            if at == other_at:
-                differ = abs(seen.moved[mine] - seen.moved[theirs]) > same_bytes * abs(seen.moved[theirs])
             if here >= begin:
                 either += 1
-                unequal += differ
-            mine += at == here
-            theirs += other_at == here
-    return np.rint(10 * unequal / either) / 10 if either else 1.0
+                alike = at == other_at and (
+                    abs(seen.moved[mine] - seen.moved[theirs]) <= same_bytes * abs(seen.moved[theirs])
+                )
+                unequal += 0 if alike else 1
+            if at == here:
+                mine += 1
+            if other_at == here:
+                theirs += 1
+    return float(np.rint(10 * unequal / either) / 10) if either else 1.0
