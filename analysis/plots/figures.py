@@ -246,7 +246,7 @@ def timeline(bars: pl.DataFrame, first_ns: int, last_ns: int, suspects: Collecti
             name=name(kind[0]),
             marker={
                 "color": KINDS[number % len(KINDS)],
-                "line": {"width": 0.8, "color": "rgba(255,255,255,0.75)"},
+                "line": {"width": 0.5, "color": "rgba(127,127,127,0.6)"},
             },
             width=0.55,
             customdata=[
