@@ -59,6 +59,22 @@ def test_an_output_in_use_is_refused_before_anything_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
+def test_an_output_that_came_into_use_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, precious = engine.run, tmp_path / "out" / "precious"
+
+    def elsewhere(*arguments: Any) -> Result:
+        precious.parent.mkdir()
+        precious.write_text("")
+        return run(*arguments)
+
+    monkeypatch.setattr(engine, "run", elsewhere)
+    assert main(["lab", "simulate", "healthy", "-o", str(precious.parent), *SMALL]) == USAGE
+    assert "is not empty" in capsys.readouterr().err
+    assert list(precious.parent.iterdir()) == [precious]
+
+
 def test_an_interrupted_simulation_leaves_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,7 @@ def simulate(
     are not, for what does not fit together and for an output in use, HostError when the engine cannot be compiled
     or nothing written: then there is no output.
     """
-    writer = RecordingWriter(output)
+    RecordingWriter(output)  # refuses an output in use before anything runs
     if scenario not in SCENARIOS:
         raise UsageError(f"there is no scenario {scenario}", "", "See what there is: pulse lab scenarios")
     chosen = SCENARIOS[scenario]
@@ -129,6 +129,7 @@ def simulate(
         "workload": workload,
         "faults": found,
     }
+    writer = RecordingWriter(output)  # again: somebody else may have written there meanwhile
     try:
         collect.write(
             writer,
