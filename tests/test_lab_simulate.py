@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polars.exceptions import ComputeError
 
 from pulse_bpf.cli import main
 from pulse_bpf.errors import HOST, OK, PARTIAL, USAGE
@@ -85,6 +86,18 @@ def test_an_interrupted_simulation_leaves_no_recording(
     monkeypatch.setattr(tables, "nodes", interrupted)
     assert main(["lab", "simulate", "healthy", "-o", str(tmp_path / "out"), *SMALL]) == PARTIAL
     assert capsys.readouterr().err == "pulse: interrupted\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_the_collectors_is_not_called_one_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_arguments: object) -> None:
+        raise ComputeError
+
+    monkeypatch.setattr(tables, "nodes", wrong)
+    with pytest.raises(ComputeError):
+        main(["lab", "simulate", "healthy", "-o", str(tmp_path / "out"), *SMALL])
     assert not (tmp_path / "out").exists()
 
 

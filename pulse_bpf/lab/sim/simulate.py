@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from polars.exceptions import PolarsError
 
-from pulse_bpf.errors import HostError, UsageError
+from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim import collect, engine, nccl, twins, workloads
 from pulse_bpf.lab.sim.clocks import clocks
 from pulse_bpf.lab.sim.fabric import Fabric
@@ -143,10 +142,8 @@ def simulate(
             truth,
             faulty.incident,
         )
-    except BaseException as error:  # also Ctrl-C
+    except BaseException:  # also Ctrl-C
         shutil.rmtree(output, ignore_errors=True)
-        if isinstance(error, (OSError, PolarsError)):  # of the truth files
-            raise HostError(f"cannot write to {output}", str(error).splitlines()[0]) from error
         raise
 
 
