@@ -422,6 +422,7 @@ def test_impossible_requests_are_refused() -> None:
         ("dp", DEFAULT, Size(scale=-1.0)),
         ("moe", Cluster(nodes=13), Size()),
         ("dp", Cluster(nodes=1, gpus=1), Size()),
+        ("megatron-interleaved", Cluster(nodes=1, gpus=2), Size()),
     ):
         with pytest.raises(UsageError):
             build(name, cluster, size=size, seconds=1, rng=np.random.default_rng(1))
