@@ -256,6 +256,7 @@ def test_the_tables_come_also_where_the_page_cannot_be_written(
         (["--nodes", "1"], "--nodes must be at least 2"),
         (["--seed", "-1"], "--seed must be at least 0"),
         (["--keep", "."], "is not empty"),
+        (["--keep", __file__], "is not a directory"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_before_anything_is_run(
