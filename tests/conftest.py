@@ -68,3 +68,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if mark in REQUIRED:
             pytest.fail(f"PULSE_REQUIRE names {mark}, but: {reason}", pytrace=False)
         pytest.skip(f"{mark}: {reason}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes may share the run: a file is one's, and what works on the kernel of this host is all one's."""
+    for item in items:
+        kernel = any(item.get_closest_marker(mark) for mark in ("root", "bcc", "rxe"))
+        item.add_marker(pytest.mark.xdist_group("kernel" if kernel else item.path.name))
