@@ -157,18 +157,18 @@ def joined(
         if group >= 0 and moves[group]:
             at = fill[group]
             fill[group] = at + last - first
-            t_there, t_here = new.t_ns[at : fill[group]], t_ns[first:last]
+            column, t_here = new.t_ns[at : fill[group]], t_ns[first:last]
             for row in range(last - first):
-                t_there[row] = t_here[row]
-            there = new.net[at : fill[group]]
+                column[row] = t_here[row]
+            column = new.net[at : fill[group]]
             for row in range(last - first):
-                there[row] = sent_here[row] - retx_here[row]
-            there = new.retx[at : fill[group]]
+                column[row] = sent_here[row] - retx_here[row]
+            column = new.retx[at : fill[group]]
             for row in range(last - first):
-                there[row] = retx_here[row]
-            there = new.ctl[at : fill[group]]
+                column[row] = retx_here[row]
+            column = new.ctl[at : fill[group]]
             for row in range(last - first):
-                there[row] = np.int64(ctl_here[row])
+                column[row] = np.int64(ctl_here[row])
         of = totals[streams[number]]
         before = of[BYTES]
         if of[ROWS] == 0:
