@@ -10,7 +10,7 @@ demo: setup
 	$(PYTHON) scripts/demo.py
 
 test: setup-tests
-	$(PYTHON) -m pytest -m "not long"
+	$(PYTHON) -m pytest -n auto --dist loadgroup -m "not long"
 
 long: setup-tests
 	$(PYTHON) -m pytest -m long

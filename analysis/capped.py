@@ -267,7 +267,7 @@ def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, b
     peers = own.select("peer_node", "peer_nic").unique().drop_nulls().sort("peer_node", "peer_nic")
     link = not counted and not both and peers.height == 1
     operators, comms = own.height, own["comm_id"].drop_nulls().n_unique()
-    what = "pieces" if comms == 0 else f"operators of {comms} communicators"
+    what = "pieces" if comms == 0 else f"operators of {comms} communicator{'s' if comms > 1 else ''}"
     span = (own["last_byte_ns"] - own["start_ns"]).sum()
     text = (
         f"{nic} of {node} sends at {speed(gbps)} and never faster, for {share:.0%} of the time that it sends "

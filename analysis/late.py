@@ -71,6 +71,10 @@ def _of_gpu(
     if members.height != 1:
         return replace(finding, rank=None, pid=None)
     sender = members.row(0, named=True)
+    if sender["rank"] != finding.rank:
+        seen = finding.evidence[0]
+        text = f"Rank {sender['rank']} sends by way of rank {finding.rank}. {seen.text}"
+        finding = replace(finding, evidence=[replace(seen, text=text)])
     if sender["gpu"] is None:
         return replace(finding, rank=sender["rank"], pid=sender["pid"])
     return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])

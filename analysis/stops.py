@@ -140,7 +140,8 @@ def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence, 
 
 
 def _all(job: pl.DataFrame) -> str:
-    return f"{job.select(PROCESS).n_unique()} ranks of {job['comm_id'].n_unique()} communicators"
+    comms = job["comm_id"].n_unique()
+    return f"{job.select(PROCESS).n_unique()} ranks of {comms} communicator{'s' if comms > 1 else ''}"
 
 
 def _crash(job: pl.DataFrame, gone: pl.DataFrame, quiet: Silence) -> Root | None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # A slow machine is no failure: hypothesis would take an example of over 200 ms for one.
 settings.register_profile("pulse", deadline=None)
@@ -58,6 +62,15 @@ CONDITIONS: dict[str, Callable[[], str | None]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for tests that are marked so."""
+    from browser import started
+
+    with started() as running:
+        yield running
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, condition in CONDITIONS.items():
         if item.get_closest_marker(mark) is None:
@@ -68,3 +81,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if mark in REQUIRED:
             pytest.fail(f"PULSE_REQUIRE names {mark}, but: {reason}", pytrace=False)
         pytest.skip(f"{mark}: {reason}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two processes may share the run: a file is one's, and what works on the kernel of this host is all one's."""
+    for item in items:
+        kernel = any(item.get_closest_marker(mark) for mark in ("root", "bcc", "rxe"))
+        item.add_marker(pytest.mark.xdist_group("kernel" if kernel else item.path.name))
