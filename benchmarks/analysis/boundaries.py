@@ -214,7 +214,8 @@ def section(chosen: argparse.Namespace, rows: list[Row]) -> str:
     by_workload = pooled(rows, "workload", "source")
     by_condition = pooled(rows, "workload", "source", "condition")
     known = {
-        row: [shares(one) for one in by_condition if _of(one) == _of(row)] for row in map(_of, by_workload)
+        name: [cell for row in by_condition if _of(row) == name for cell in shares(row)]
+        for name in map(_of, by_workload)
     }
     bytes_by_condition = [f"{name} ({condition})" for condition in chosen.condition for name in BYTES]
     faulty = ("source", "condition", "scenario", *OPERATORS, *BYTES, *VOLUMES)
