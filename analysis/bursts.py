@@ -207,7 +207,8 @@ def fit(
     without calls.
 
     The first arrays are those of Bursts and Volumes. A candidate has two `sequences` (-1: none), and 2**i channels for
-    each bit i set in a negative of `channels`, or any number up to it.
+    each bit i set in a negative of `channels`, or any number up to it. `overheads`: bytes carried for each byte called,
+    one of them.
     """
     best, apart = np.zeros(len(stream)), np.full(len(stream), np.nan)
     levels = len(_SILENCES)
@@ -227,7 +228,9 @@ def fit(
                 continue
             count = 1
             while count <= abs(channels[number]):
-                away = 0.0 if replayed[number] else abs(carried - whole[sequence] / count) / carried
+                away = 0.0
+                if not replayed[number]:
+                    away = (np.abs(carried - overheads * whole[sequence] / count) / carried).min()
                 apart[number] = np.fmin(apart[number], away)
                 # At both ends a call may be cut, or its call be older than the recording.
                 cut = 2 * largest[sequence] / count / carried
