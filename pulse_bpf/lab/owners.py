@@ -60,7 +60,7 @@ def compare(recording: Recording, flows: pl.DataFrame, truth: pl.DataFrame) -> O
     outside = pl.col("rank").is_null() & (true_ranks.list.set_difference("ranks").list.len() > 0)
     size = pl.col("bytes")
     return Owners(
-        *found.filter(ours)
+        **found.filter(ours)
         .select(
             right=size.filter(right.fill_null(False)).sum() / size.sum(),
             wrong=size.filter(known & ~right.fill_null(False) & ~(same_comm & unpaired)).sum() / size.sum(),
@@ -68,7 +68,7 @@ def compare(recording: Recording, flows: pl.DataFrame, truth: pl.DataFrame) -> O
             caller=size.filter(known & named.fill_null(False)).sum() / size.sum(),
             caller_wrong=size.filter(known & (outside | ~named).fill_null(False)).sum() / size.sum(),
         )
-        .row(0),
-        int(found.filter(~ours & known)["bytes"].sum()),
-        int(found.filter(ours)["bytes"].sum()),
+        .row(0, named=True),
+        foreign=int(found.filter(~ours & known)["bytes"].sum()),
+        bytes=int(found.filter(ours)["bytes"].sum()),
     )
