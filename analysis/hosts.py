@@ -8,8 +8,9 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.in_order import in_order
+from pulse_bpf.analysis.lags import IN_PAIRS
 from pulse_bpf.analysis.segment import PROCESS
-from pulse_bpf.analysis.twins import KEY
+from pulse_bpf.analysis.twins import KEY, TWO_SIDED
 
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
 LATE_NS, LATE_SHARE = 1_000_000, 0.5
@@ -98,6 +99,7 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             after_end_ns=pl.col("call_ns") - before("own_end_ns"),
             watched=before("covered"),
             follows=pl.col("program_pos") == before("program_pos") + 1,
+            after_ring=~before("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
             after_stage=pl.col("pipeline") & before("pipeline"),
         )
         .filter(
@@ -118,11 +120,16 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
 
     apart = (pl.col("before_call_ns") - pl.col("before_call_ns").median().over("same")).abs()
     apart = apart * pl.when(several).then(1).otherwise(2)
-    return calls.with_columns(usual_ns=usual("gap_ns")).with_columns(
-        excess_ns=pl.min_horizontal(
-            pl.col("gap_ns") - pl.col("usual_ns"), pl.col("after_end_ns") - usual("after_end_ns")
-        ),
-        in_step=(apart < pl.max_horizontal(0.5 * (pl.col("gap_ns") - pl.col("usual_ns")), pl.lit(IN_STEP_NS)))
+    calls = calls.with_columns(usual_gap_ns=usual("gap_ns"), usual_after_ns=usual("after_end_ns"))
+    longer_ns = pl.col("gap_ns") - pl.col("usual_gap_ns")
+    return calls.with_columns(
+        # Of the time between two calls, what a process waits for the first one's operator is none of its own. Who
+        # exchanges in pairs may also wait for what others still exchange.
+        usual_ns=pl.when((pl.col("usual_after_ns") > 0) & pl.col("after_ring"))
+        .then(pl.min_horizontal("usual_gap_ns", "usual_after_ns"))
+        .otherwise("usual_gap_ns"),
+        excess_ns=pl.min_horizontal(longer_ns, pl.col("after_end_ns") - pl.col("usual_after_ns")),
+        in_step=(apart < pl.max_horizontal(0.5 * longer_ns, pl.lit(IN_STEP_NS)))
         if one_clock
         else pl.lit(True),
     )

@@ -74,10 +74,8 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             (pl.col("direction") == "rx").any().alias("receives"),
             pl.when(sends, pl.col("level") == "flow").then("bytes").sum().alias("sent_bytes"),
             pl.col("expected_bytes").sum(),
-            # Where something came in there is one value more.
-            pl.when(sends).then(pl.col("peer_rank").fill_null(-1)).n_unique().alias("partners"),
+            pl.col("peer_rank").filter(sends).unique().alias("partners"),
         )
-        .with_columns(pl.col("partners") - pl.col("receives").cast(pl.UInt32))
         .join(_heard(own), on=["comm_id", "rank", "step"], how="left", maintain_order="left")
         .with_columns(
             end_ns=pl.when(one_clock and ~pl.col("receives"))
@@ -101,18 +99,18 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         )
         .otherwise("end_ns")
     )
-    # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones.
-    by_order = pl.col("end_ns").cum_min(reverse=True).over(COMM)
+    # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones. A few
+    # bytes are easily found too early, and say nothing of when the operators before ended.
+    large = pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES
+    following_ns = pl.when(large).then("end_ns").cum_min(reverse=True).backward_fill().over(COMM)
     ranks = with_twins(ranks).with_columns(
         end_ns=pl.when(pl.col("end_ns").is_not_null() & ~pl.col("pipeline"))
-        .then(by_order)
+        .then(pl.min_horizontal("end_ns", following_ns))
         .otherwise("end_ns")
     )
     # When an operator between machines that moved nothing ended is not known; one inside a machine is its own doing,
     # and a small one is as good as nothing.
-    far = (pl.col("node").n_unique().over("comm_id") > 1) & (
-        pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES
-    )
+    far = (pl.col("node").n_unique().over("comm_id") > 1) & large
     ranks = ranks.with_columns(before_ns=_before(far, PROCESS), same_ns=_before(far, COMM))
     ranks = ranks.with_columns(
         tree=pl.col("comm_id").is_in(_trees(own).implode()) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),

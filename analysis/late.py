@@ -102,7 +102,7 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     # Where only what is sent is seen, the end of an exchange in pairs is not; nor what a rank waits for that passes on
     # to one what it gets from another.
     blind = (pl.col("kind") == "Group") & ~pl.col("pipeline") & ~pl.col("receives").any().over("same")
-    together = together.filter(~(blind & (pl.col("partners") < 2)))
+    together = together.filter(~(blind & (pl.col("partners").list.len() < 2)))
     # The replicas of a stage do not wait for each other.
     seen = ~pl.col("pipeline") & (pl.col("receives").any().over("same") | ~pl.col("kind").is_in(IN_PAIRS))
     last = pl.col("done_ns").sort(descending=True)
@@ -110,7 +110,7 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
         # In a Group only its partners must wait for a rank.
         pl.when(pl.col("kind") == "Group")
         .then(
-            pl.when(pl.col("partners") > 1)
+            pl.when(pl.col("partners").list.len() > 1)
             .then(last.slice(2, 1).first().over("same"))
             .otherwise(last.slice(1, 1).first().over("same"))
         )
@@ -147,10 +147,40 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     waits = (pl.col("peer_late_ns") > WAITS * pl.col("excess_ns")) & (
         pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
     )
+    together = together.join(_held(together), on=[*KEY, "rank"], how="left")
+    waits = waits.fill_null(False) | pl.col("held").fill_null(False)
     return together.with_columns(
-        waits=waits.fill_null(False),
-        unfounded=seen & ((pl.col("came_ns") > ends) | alone).fill_null(True) | waits.fill_null(False),
-    ).drop("same", "rail")
+        waits=waits,
+        unfounded=seen & ((pl.col("came_ns") > ends) | alone).fill_null(True) | waits,
+    ).drop("same", "rail", "held")
+
+
+def _held(together: pl.DataFrame) -> pl.DataFrame:
+    """The KEY and rank that come late to exchanges with several others because of one of these (held).
+
+    Who does not take what is sent to it holds up all its partners, and these begin to send to others as late as to it:
+    all partners of the cause are as late as it is, of who waits for it only some are. Where all partners of a late
+    rank are as late, as between three machines, nothing tells them apart.
+    """
+    late = together.filter(
+        pl.col("kind") == "Group",
+        ~pl.col("pipeline"),
+        pl.col("partners").list.len() > 1,
+        pl.col("excess_ns") > 0,
+    )
+    peers = together.select(
+        *KEY, pl.col("rank").alias("partners"), pl.col("excess_ns").alias("peer_excess_ns")
+    )
+    pairs = (
+        late.select(*KEY, "rank", "excess_ns", "partners")
+        .explode("partners")
+        .join(peers, on=[*KEY, "partners"])
+        .with_columns(together=pl.col("peer_excess_ns") > WAITS * pl.col("excess_ns"))
+        .with_columns(all=pl.col("together").all().over(*KEY, "rank"))
+    )
+    causes = pairs.filter("all").select(*KEY, pl.col("rank").alias("partners")).unique()
+    of_causes = pairs.filter("together", ~pl.col("all")).join(causes, on=[*KEY, "partners"], how="semi")
+    return of_causes.select(*KEY, "rank").unique().with_columns(held=True)
 
 
 def _usual(lag: str) -> pl.Expr:

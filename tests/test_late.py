@@ -8,6 +8,7 @@ import polars as pl
 import pytest
 
 from pulse_bpf.analysis.align import align
+from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.lags import lags
 from pulse_bpf.analysis.late import excesses, find_late
 from pulse_bpf.analysis.metrics import OPERATORS
@@ -184,6 +185,42 @@ def test_who_sends_late_because_a_neighbour_held_it_up_before_is_not_late() -> N
     rows = _rows("Group", late_ns=lambda rank, step: behind.get(rank, 0) * MS if step % 4 == 3 else 2 * MS)
     compared = excesses(lags(align(rows), True))
     assert set(compared.filter(pl.col("excess_ns") > MS)["rank"]) == {2}
+
+
+def _both_ways(rows: pl.DataFrame) -> pl.DataFrame:
+    """`rows`, and the same with each rank's partner on the other side of it."""
+    back = pl.when(pl.col("direction") == "tx").then(RANKS - 1).otherwise(1)
+    other = ((pl.col("rank") + back) % RANKS).cast(pl.Int32)
+    return pl.concat([rows, rows.with_columns(peer_rank=other, peer_node=pl.format("node{}", other))])
+
+
+def test_partners_that_a_late_rank_holds_up_are_not_late_themselves() -> None:
+    """Ranks 1 and 3 exchange with rank 2, which takes nothing yet, and with others, which come on time."""
+    held = _rows("Group", late_ns=lambda rank, step: 12 * MS if rank in (1, 2, 3) and step % 3 == 1 else 0)
+    assert [node for node, _ in _late(_both_ways(held))] == ["node2"]
+    # Of two that are as late as each other, and whose other partners are not, either may hold up the other.
+    two = _rows("Group", late_ns=lambda rank, step: 12 * MS if rank in (1, 2) and step % 3 == 1 else 0)
+    assert _late(_both_ways(two)) == []
+
+
+def test_a_small_sum_that_seems_to_end_long_before_says_nothing_of_the_operators_before_it() -> None:
+    """Bytes of the first operator were taken for those of the sum after the last one."""
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 2 else 0)
+    last = rows.filter(pl.col("op_seq") == STEPS - 1).with_columns(
+        *(pl.lit(STEPS).cast(OPERATORS[name]).alias(name) for name in ("op_seq", "program_pos", "nccl_seq")),
+        *(pl.lit(MS, pl.Int64).alias(name) for name in ("start_ns", "last_byte_ns", "end_ns")),
+        op_bytes=pl.lit(4).cast(OPERATORS["op_bytes"]),
+    )
+    assert [node for node, _ in _late(pl.concat([rows, last]))] == ["node2"]
+
+
+@pytest.mark.parametrize(("late_ms", "named"), [(6, ["node2"]), (0, [])])
+def test_a_host_that_calls_late_after_it_waited_for_a_long_operator(late_ms: int, named: list[str]) -> None:
+    """All but rank 2 call 1 ms after an operator ended, as a loop does that waits for each one."""
+    late = {4: late_ms * MS, 8: late_ms * MS}
+    rows = _rows(call_late_ns=lambda rank, step: -13 * MS + (late.get(step, 0) if rank == 2 else 0))
+    ranks = lags(align(rows.with_columns(covered=pl.lit(True))), True)
+    assert [finding.node for finding in find_hosts(ranks, True, 0)] == named
 
 
 TREES = ({1: 0, 2: 1, 3: 1, 4: 0, 5: 4}, {2: 3, 0: 2, 1: 2, 5: 3, 4: 5})
