@@ -232,11 +232,19 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         .sort("cost_ns", *PROCESS, descending=[True, False, False])
     )
+    sums = pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times")
+    # What a process does on one communicator after another it does itself, each time.
+    processes = founded.filter(~pl.col("pipeline")).group_by(PROCESS).agg(*sums)
     machines = (
-        founded.group_by("node", *KEY)
-        .agg(pl.col("excess_ns").max())
-        .group_by("node", "team")
-        .agg(pl.col("excess_ns").sum().alias("cost_ns"), pl.len().alias("times"))
+        pl.concat(
+            [
+                founded.group_by("node", *KEY)
+                .agg(pl.col("excess_ns").max())
+                .group_by("node", "team")
+                .agg(*sums),
+                processes.select("node", pl.lit(None, pl.String).alias("team"), "cost_ns", "times"),
+            ]
+        )
         .sort("cost_ns", "node", "team", descending=[True, False, False])
         .unique("node", keep="first", maintain_order=True)
         .join(_seldom(founded, compared).with_columns(seldom=True), on=["node", "team"], how="left")

@@ -148,6 +148,18 @@ def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: i
     assert apart["call_ns"].max() == 80_000
 
 
+def test_what_a_process_is_late_on_several_communicators_in_turn_adds_up() -> None:
+    """Once on each of two; once on one says too little."""
+
+    def late(*steps: int) -> list[tuple[str | None, int]]:
+        rows = _rows(late_ns=lambda rank, step: 7 * MS if rank == 2 and step in steps else 0)
+        comm = pl.format("world{}", pl.col("program_pos") % 2)
+        return _late(rows.with_columns(comm_id=comm, op_seq=pl.col("op_seq") // 2))
+
+    assert late(4, 7) == [("node2", 14 * MS)]
+    assert late(4) == late(7) == []
+
+
 def test_stray_bytes_before_and_after_a_silence_are_no_part_of_an_operator() -> None:
     """Most ranks seem to begin right after the operator before and to end late, with a few bytes of control data."""
     rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 2 else 0)
