@@ -114,8 +114,11 @@ def _ends(sent: pl.DataFrame, stuck: bool) -> list[str]:
     rise = float(nodes["bytes"].sort()[-1]) - low
     if several and stuck:
         return [least] if second - low >= MARGIN * rise else [least, str(nodes["node"][1])]
+    # A ring may change the NIC from node to node, so that a NIC has edges of two rings: what goes into the process that
+    # stopped and what comes out of it are the lowest of theirs, both on its own NIC.
     spread = sent.with_columns(spread=(pl.col("bytes").max() - pl.col("bytes").min()).over("nic"))
-    lane = spread.filter(pl.col("spread") == pl.col("spread").max()).sort("bytes")
+    apart = spread.filter(pl.col("spread") >= LEVEL * pl.col("spread").max()).sort("bytes", *EDGE)
+    lane = apart.filter(pl.col("nic") == apart["nic"].first())
     start, end, lowest_bytes = str(lane["node"][0]), str(lane["peer_node"][0]), float(lane["bytes"][0])
     into = lane.filter(pl.col("peer_node") == start)["bytes"]
     out = lane.filter(pl.col("node") == end)["bytes"]
