@@ -27,6 +27,7 @@ STALLED = 2.0
 MIXED = 0.25
 # Bins from which on several operators are in one.
 COARSE_NS = 5_000_000
+RECEIVES_NOTHING = (pl.col("kind") == "Recv") & (pl.col("edges").list.len() == 0)
 # Stands for the node of a rank that nothing was recorded of.
 UNRECORDED = "?"
 
@@ -224,18 +225,28 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     orderly = [_in_order(members, part) for _, part, members in transfers]
     ranks = [part.height for _, part, _ in transfers]
     later = [count - part.height for count, part in zip(ranks, orderly, strict=True)]
+    mute: set[Process] = set()
+    holding: set[str] = set()
     for (comm, whole, members), part, off in zip(transfers, orderly, later, strict=True):
         mixed = off > part.height or sum(later) > MIXED * sum(ranks) or _coarse(members) or _astray(members)
+        before = set(waits.held)
         if (mixed and not few_ends(whole)) or not direct(
             waits, _earliest(members, part), _places(members), BEGUN, UNRECORDED
         ):
             unclear.append(f"the operators of communicator {comm} could not be told apart well")
+        elif whole["kind"].is_in(TWO_SIDED).any():
+            holding |= {on[0] for _, on in waits.held - before}
+            mute |= set(whole.filter(RECEIVES_NOTHING).select(PROCESS).iter_rows())
     for group in _local(job):
         waits.add_local(group & set(waits.on))
     ends = waits.ends(_life(job, first))
     nodes = sorted({node for end in ends for node, _ in end})
-    if UNRECORDED in nodes:
-        return "what it waits for may be a rank that was not recorded"
+    # A receive to which nothing came waits on its sender, whichever that is, unless its machine holds up a transfer.
+    unknown = any(end <= mute and not holding & {node for node, _ in end} for end in ends)
+    if UNRECORDED in nodes or unknown:
+        return (
+            "what it waits for may be a rank that was not recorded, or a transfer of which nothing was seen"
+        )
     if not nodes:
         return "; ".join(unclear) or "nobody is seen to wait on anybody"
     if len(nodes) > max(1, job["node"].n_unique() // 2):
