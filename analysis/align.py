@@ -8,12 +8,19 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from pulse_bpf.analysis.compiled import compiled
+
 # Recorders attach to the ranks of a job one after the other; more operators than this do not pass meanwhile.
 MAX_SHIFT = 16
 # Two-sided calls, of which both ends move the same, to this accuracy.
 TWO_SIDED, SAME_BYTES = ("Send", "Recv", "Group"), 0.01
 # How much a constant distance in time counts, which may be that of two clocks, beside one that varies.
 CLOCKS = 0.1
+# Whether a rank's shift is still to be found, was found, or does not exist.
+LEFT, FOUND, FAILED = 0, 1, 2
+
+Longs = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def align(operators: pl.DataFrame) -> pl.DataFrame:
@@ -25,121 +32,191 @@ def align(operators: pl.DataFrame) -> pl.DataFrame:
     differ by less than half the time between equal operators, and fails for point-to-point calls that only some ranks
     make. `step` is null where no shift fits, and in rows without a call.
     """
-    calls = (
-        operators.filter(pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null())
-        .select("comm_id", "rank", "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq")
-        .unique(["comm_id", "rank", "op_seq"])
-        .sort("comm_id", "rank", "op_seq")
-        .with_columns(what=pl.struct("kind", "op_bytes").rank("dense"))
+    rank = ["comm_id", "rank"]
+    calls = operators.select(*rank, "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq").filter(
+        pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null()
     )
-    shifts: list[tuple[str, int, int]] = []
-    numbered = [comm for (comm,), frame in calls.group_by("comm_id") if not frame["nccl_seq"].null_count()]
-    moved = _moved(operators)
-    for (comm,), frame in calls.filter(~pl.col("comm_id").is_in(numbered)).group_by("comm_id"):
-        ranks = {
-            int(rank): _Sequence(
-                part["what"].to_numpy(),
-                part["call_ns"].to_numpy(),
-                {
-                    key: part.join(bytes_of, on="op_seq", how="left", maintain_order="left")[
-                        "bytes"
-                    ].to_numpy()
-                    for key, bytes_of in moved.get((comm, rank), {}).items()
-                },
-            )
-            for (rank,), part in frame.partition_by("rank", as_dict=True).items()
-        }
-        shifts += [(str(comm), rank, shift) for rank, shift in _shifts(ranks).items()]
-    table = pl.DataFrame(
-        shifts, schema={"comm_id": pl.String, "rank": pl.Int32, "shift": pl.Int64}, orient="row"
+    known = calls.group_by("comm_id").agg(pl.col("nccl_seq").null_count() == 0)
+    numbered = known.filter("nccl_seq").select("comm_id")
+    counted = (
+        calls.join(numbered, on="comm_id", how="anti")
+        .unique([*rank, "op_seq"])
+        .sort(*rank, "op_seq")
+        .with_columns(what=pl.struct("kind", "op_bytes").rank("dense").cast(pl.Int64))
     )
-    own = pl.col("op_seq").cast(pl.Int64) + pl.col("shift")
-    theirs = pl.when(pl.col("comm_id").is_in(numbered)).then(pl.col("nccl_seq").cast(pl.Int64))
-    return (
-        operators.join(table, on=["comm_id", "rank"], how="left")
-        .with_columns(step=pl.coalesce(theirs, own))
-        .drop("shift")
+    ranks = counted.group_by(rank, maintain_order=True).agg(calls=pl.len().cast(pl.Int64))
+    sequences = _sequences(counted, ranks, operators)
+    shift, state = _shifts(sequences, MAX_SHIFT, SAME_BYTES, CLOCKS)
+    found = ranks.select(rank).with_columns(shift=pl.Series(shift)).filter(pl.Series(state == FOUND))
+    own = operators.select(rank).join(found, on=rank, how="left", maintain_order="left")["shift"]
+    theirs = pl.when(pl.col("comm_id").is_in(numbered["comm_id"].implode())).then(
+        pl.col("nccl_seq").cast(pl.Int64)
     )
+    return operators.with_columns(step=pl.coalesce(theirs, pl.col("op_seq").cast(pl.Int64) + own))
 
 
-class _Sequence(NamedTuple):
-    """The operators of a rank in order: `what` they are, call_ns, and bytes by (peer, direction), NaN where none."""
+class _Sequences(NamedTuple):
+    """The operators of each rank in order, and what it exchanges with which other; each `begin` has one more entry.
 
-    what: NDArray[np.uint32]
-    call_ns: NDArray[np.int64]
-    moved: dict[tuple[int, str], NDArray[np.float64]]
+    `begin`: of each rank in `what` (equal for equal calls) and `call_ns`; `comm_begin`: of each communicator in the
+    ranks; `edge_begin`: of each rank in the edges, one for each peer (place among the ranks, -1: none) and direction,
+    with the same as the peer has it (`back`, -1: none); `item_begin`: of each edge in `at` (which of the rank's
+    operators) and `moved` (bytes).
+    """
+
+    what: Longs
+    call_ns: Longs
+    begin: Longs
+    comm_begin: Longs
+    edge_begin: Longs
+    peer: Longs
+    back: Longs
+    item_begin: Longs
+    at: Longs
+    moved: Floats
 
 
-def _moved(operators: pl.DataFrame) -> dict[tuple[str, int], dict[tuple[int, str], pl.DataFrame]]:
-    """By (comm_id, rank) and (peer, direction): op_seq and bytes that point-to-point operators should move."""
-    rows = (
-        operators.filter(pl.col("kind").is_in(TWO_SIDED), pl.col("op_seq").is_not_null())
+def _sequences(counted: pl.DataFrame, ranks: pl.DataFrame, operators: pl.DataFrame) -> _Sequences:
+    """Of `counted` calls, in order of communicator, rank and op_seq, with those `ranks`."""
+    rank = ["comm_id", "rank"]
+    place = ranks.select(rank).with_columns(place=pl.int_range(pl.len()))
+    numbers = counted.select(*rank, "op_seq", at=pl.int_range(pl.len()).over(rank))
+    items = (
+        operators.select(*rank, "peer_rank", "direction", "op_seq", "kind", "expected_bytes")
+        .filter(pl.col("kind").is_in(TWO_SIDED), pl.col("op_seq").is_not_null())
         .drop_nulls(["rank", "peer_rank", "expected_bytes"])
-        .group_by("comm_id", "rank", "peer_rank", "direction", "op_seq")
-        .agg(bytes=pl.col("expected_bytes").sum().cast(pl.Float64))
+        .group_by(*rank, "peer_rank", "direction", "op_seq")
+        .agg(moved=pl.col("expected_bytes").sum().cast(pl.Float64))
+        .join(numbers, on=[*rank, "op_seq"])
+        .join(place, on=rank)
+        .sort("place", "peer_rank", "direction", "at")
     )
-    found: dict[tuple[str, int], dict[tuple[int, str], pl.DataFrame]] = {}
-    for (comm, rank, peer, way), part in rows.partition_by(
-        "comm_id", "rank", "peer_rank", "direction", as_dict=True
-    ).items():
-        found.setdefault((comm, rank), {})[peer, way] = part.select("op_seq", "bytes")
-    return found
+    edges = (
+        items.group_by("place", "peer_rank", "direction", maintain_order=True)
+        .agg(pl.col("comm_id", "rank").first(), items=pl.len().cast(pl.Int64))
+        .with_columns(
+            edge=pl.int_range(pl.len()),
+            opposite=pl.when(pl.col("direction") == "tx").then(pl.lit("rx")).otherwise(pl.lit("tx")),
+        )
+    )
+    theirs = edges.select("comm_id", rank="peer_rank", peer_rank="rank", opposite="direction", back="edge")
+    peers = place.select("comm_id", peer_rank="rank", peer="place")
+    edges = edges.join(
+        theirs, on=["comm_id", "rank", "peer_rank", "opposite"], how="left", maintain_order="left"
+    ).join(peers, on=["comm_id", "peer_rank"], how="left", maintain_order="left")
+    of_comms = ranks.group_by("comm_id", maintain_order=True).len()["len"]
+    return _Sequences(
+        _longs(counted["what"]),
+        _longs(counted["call_ns"]),
+        _begins(ranks["calls"]),
+        _begins(of_comms),
+        np.searchsorted(_longs(edges["place"]), np.arange(ranks.height + 1)),
+        _longs(edges["peer"].fill_null(-1)),
+        _longs(edges["back"].fill_null(-1)),
+        _begins(edges["items"]),
+        _longs(items["at"]),
+        np.array(items["moved"].to_numpy()),
+    )
 
 
-def _shifts(ranks: dict[int, _Sequence]) -> dict[int, int]:
-    """By how much the numbers of each rank must grow to match those of the rank with most; none where none fits.
+def _longs(numbers: pl.Series) -> Longs:
+    return np.array(numbers.to_numpy(), np.int64)
+
+
+def _begins(lengths: pl.Series) -> Longs:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(_longs(lengths))])
+
+
+@compiled
+def _shifts(seen: _Sequences, most: int, same_bytes: float, clocks: float) -> tuple[Longs, Longs]:
+    """By how much the numbers of each rank must grow to match those of the rank of its communicator with most; and
+    whether that was FOUND.
 
     Each is matched with a rank that is matched already, if there is one with one it exchanges data with.
     """
-    reference = max(ranks, key=lambda rank: (len(ranks[rank].what), -rank))
-    found, failed = {reference: 0}, set[int]()
-    while left := sorted(set(ranks) - set(found) - failed):
-        rank, other = next(
-            (
-                (rank, peer)
-                for rank in left
-                for peer in sorted({peer for peer, _ in ranks[rank].moved})
-                if peer in found
-            ),
-            (left[0], reference),
-        )
-        shift = _shift(rank, ranks[rank], other, ranks[other])
-        if shift is None:
-            failed.add(rank)
-        else:
-            found[rank] = shift + found[other]
-    return found
+    count = len(seen.begin) - 1
+    shift, state = np.zeros(count, np.int64), np.full(count, LEFT)
+    for comm in range(len(seen.comm_begin) - 1):
+        first, last = seen.comm_begin[comm], seen.comm_begin[comm + 1]
+        reference = first
+        for rank in range(first, last):
+            if seen.begin[rank + 1] - seen.begin[rank] > seen.begin[reference + 1] - seen.begin[reference]:
+                reference = rank
+        state[reference] = FOUND
+        for _ in range(first + 1, last):
+            chosen, other = -1, reference
+            for rank in range(first, last):
+                if state[rank] != LEFT:
+                    continue
+                if chosen < 0:
+                    chosen = rank
+                known = -1
+                for edge in range(seen.edge_begin[rank], seen.edge_begin[rank + 1]):
+                    if seen.peer[edge] >= 0 and state[seen.peer[edge]] == FOUND:
+                        known = seen.peer[edge]
+                        break
+                if known >= 0:
+                    chosen, other = rank, known
+                    break
+            fits, by = _shift(seen, chosen, other, most, same_bytes, clocks)
+            state[chosen] = FOUND if fits else FAILED
+            shift[chosen] = by + shift[other]
+    return shift, state
 
 
-def _shift(rank: int, part: _Sequence, peer: int, other: _Sequence) -> int | None:
-    """By how much the first sequence's numbers must grow to match the second's; None when no shift fits."""
-    best: tuple[float, float, int] | None = None
-    for shift in range(-MAX_SHIFT, MAX_SHIFT + 1):
-        begin, end = max(0, shift), min(len(other.what), len(part.what) + shift)
-        if end <= begin:
-            continue
-        mine, theirs = slice(begin - shift, end - shift), slice(begin, end)
-        if not np.array_equal(part.what[mine], other.what[theirs]):
+@compiled
+def _shift(
+    seen: _Sequences, rank: int, other: int, most: int, same_bytes: float, clocks: float
+) -> tuple[bool, int]:
+    """Whether some shift makes the numbers of `rank` match those of `other`, and the best."""
+    what = seen.what[seen.begin[rank] : seen.begin[rank + 1]]
+    call_ns = seen.call_ns[seen.begin[rank] : seen.begin[rank + 1]]
+    other_what = seen.what[seen.begin[other] : seen.begin[other + 1]]
+    other_ns = seen.call_ns[seen.begin[other] : seen.begin[other + 1]]
+    fits, best, least_unequal, least_apart = False, 0, 0.0, 0.0
+    for shift in range(-most, most + 1):
+        begin, end = max(0, shift), min(len(other_what), len(what) + shift)
+        if end <= begin or not np.array_equal(what[begin - shift : end - shift], other_what[begin:end]):
             continue
         # The mean, since calls come in volleys: next to it, only those at the edge of a volley are far apart.
-        later = part.call_ns[mine] - other.call_ns[theirs]
-        usual = float(np.median(later))
-        apart = float(np.mean(np.abs(later - usual))) + CLOCKS * abs(usual)
-        unequal = _unequal(rank, part, mine, peer, other, theirs)
-        if best is None or (unequal, apart) < best[:2]:
-            best = (unequal, apart, shift)
-    return best[2] if best else None
+        later_ns = call_ns[begin - shift : end - shift] - other_ns[begin:end]
+        usual_ns = float(np.median(later_ns))
+        apart = float(np.mean(np.abs(later_ns - usual_ns))) + clocks * abs(usual_ns)
+        unequal = _unequal(seen, rank, other, begin, end, shift, same_bytes)
+        if not fits or unequal < least_unequal or (unequal == least_unequal and apart < least_apart):
+            fits, best, least_unequal, least_apart = True, shift, unequal, apart
+    return fits, best
 
 
-def _unequal(rank: int, part: _Sequence, mine: slice, peer: int, other: _Sequence, theirs: slice) -> float:
-    """Of what two ranks exchange, the share of operators in which one sent what the other did not get, in tenths."""
-    unequal, seen = 0, 0
-    for way, back in (("tx", "rx"), ("rx", "tx")):
-        one, two = part.moved.get((peer, way)), other.moved.get((rank, back))
-        if one is None or two is None:
+@compiled
+def _unequal(
+    seen: _Sequences, rank: int, other: int, begin: int, end: int, shift: int, same_bytes: float
+) -> float:
+    """Of what two ranks exchange, the share of operators in which one sent what the other did not get, in tenths.
+
+    Looks at those of `other` from `begin` to `end`, and those of `rank` that lie `shift` before.
+    """
+    unequal, either = 0, 0
+    for edge in range(seen.edge_begin[rank], seen.edge_begin[rank + 1]):
+        back = seen.back[edge]
+        if seen.peer[edge] != other or back < 0:
             continue
-        one, two = one[mine], two[theirs]
-        either = ~(np.isnan(one) & np.isnan(two))
-        seen += int(either.sum())
-        unequal += int((~np.isclose(one, two, rtol=SAME_BYTES) & either).sum())
-    return round(unequal / seen, 1) if seen else 1.0
+        mine, last_mine = seen.item_begin[edge], seen.item_begin[edge + 1]
+        theirs, last_theirs = seen.item_begin[back], seen.item_begin[back + 1]
+        while mine < last_mine or theirs < last_theirs:
+            at = seen.at[mine] + shift if mine < last_mine else end
+            other_at = seen.at[theirs] if theirs < last_theirs else end
+            here = min(at, other_at)
+            if here >= end:
+                break
+            if here >= begin:
+                either += 1
+                alike = at == other_at and (
+                    abs(seen.moved[mine] - seen.moved[theirs]) <= same_bytes * abs(seen.moved[theirs])
+                )
+                unequal += 0 if alike else 1
+            if at == here:
+                mine += 1
+            if other_at == here:
+                theirs += 1
+    return float(np.rint(10 * unequal / either) / 10) if either else 1.0

@@ -59,7 +59,7 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
     order = np.sort(flows.to_numpy())
     streams = 2 * len(order)
     slot, last_ns, total, bin_ns = (np.full(streams, value, np.int64) for value in (-1, 0, 0, 0))
-    running = np.zeros((streams, len(SILENCES)), np.int64)
+    since = np.zeros((streams, len(SILENCES)), np.int64)
     counts = np.zeros((streams, len(SILENCES)), np.int64)
     found = [np.zeros((2, 0), np.int64)]
     silent = set(order.tolist())
@@ -82,10 +82,11 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
                 last_ns,
                 total,
                 bin_ns,
-                running,
+                since,
                 counts,
             )
         )
+    running = total[:, None] - since
     rest = np.flatnonzero(running)
     found.append(np.array([rest, running.ravel()[rest]]))
     which, sizes = np.concatenate(found, axis=1)
@@ -107,10 +108,13 @@ def _add(
     last_ns: Longs,
     total: Longs,
     bin_ns: Longs,
-    running: Longs,
+    since: Longs,
     counts: Longs,
 ) -> Longs:
-    """The (stream and silence, size) of bursts that end; `flow` of the rows between two of `begins`, -1 for none."""
+    """The (stream and silence, size) of bursts that end; `flow` of the rows between two of `begins`, -1 for none.
+
+    `since`: what the stream had carried when each burst began.
+    """
     ended = np.empty((2, 1024), np.int64)
     many = 0
     for run in range(len(flow)):
@@ -137,14 +141,12 @@ def _add(
                             grown[:, :many] = ended
                             ended = grown
                         ended[0, many] = stream * len(_SILENCES) + level
-                        ended[1, many] = running[stream, level]
+                        ended[1, many] = total[stream] - since[stream, level]
                         many += 1
                     counts[stream, level] += 1
-                    running[stream, level] = 0
+                    since[stream, level] = total[stream]
             last_ns[stream] = t_ns[row] + width_ns[row]
             total[stream] += net[row]
-            for level in range(len(_SILENCES)):
-                running[stream, level] += net[row]
     return np.asarray(ended[:, :many])
 
 
@@ -205,7 +207,8 @@ def fit(
     without calls.
 
     The first arrays are those of Bursts and Volumes. A candidate has two `sequences` (-1: none), and 2**i channels for
-    each bit i set in a negative of `channels`, or any number up to it.
+    each bit i set in a negative of `channels`, or any number up to it. `overheads`: bytes carried for each byte called,
+    one of them.
     """
     best, apart = np.zeros(len(stream)), np.full(len(stream), np.nan)
     levels = len(_SILENCES)
@@ -225,7 +228,9 @@ def fit(
                 continue
             count = 1
             while count <= abs(channels[number]):
-                away = 0.0 if replayed[number] else abs(carried - whole[sequence] / count) / carried
+                away = 0.0
+                if not replayed[number]:
+                    away = (np.abs(carried - overheads * whole[sequence] / count) / carried).min()
                 apart[number] = np.fmin(apart[number], away)
                 # At both ends a call may be cut, or its call be older than the recording.
                 cut = 2 * largest[sequence] / count / carried

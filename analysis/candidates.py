@@ -60,16 +60,57 @@ def candidates(
     with_calls = pl.concat([collective.select("flow", "comm_id"), pairs.select("flow", "comm_id")])
     unknown = ends.join(with_calls, on=["flow", "comm_id"], how="anti").with_columns(use=pl.lit(None, STR))
     columns = ["flow", "peer_flow", "node", "peer_node", "comm_id", "use", "rank", "nranks", "peer_rank"]
+    strange = _strangers(collective, recording["channels"], members, recording["nics"])
     every = pl.concat([frame.select(columns) for frame in (collective, unknown, pairs)])
-    stranger = (pl.col("use") == "collective") & ~pl.col("peer_rank").is_in(pl.col("neighbours"))
     return (
         every.unique(maintain_order=True)
-        .join(_neighbours(recording["channels"]), on=["comm_id", "rank"], how="left", maintain_order="left")
-        .with_columns(stranger=stranger.fill_null(False))
+        .join(strange, on=["flow", "comm_id", "use", "rank", "peer_rank"], how="left", nulls_equal=True)
+        .with_columns(stranger=pl.col("stranger").fill_null(False))
         .filter(~pl.col("stranger") | pl.col("stranger").all().over("flow"))
-        .drop("neighbours", "stranger")
+        .drop("stranger")
         .with_columns(open=pl.col("flow").is_in(possible["flow"].implode()))
         .sort("flow", "comm_id", "use", "rank", "peer_rank")
+    )
+
+
+def _strangers(
+    collective: pl.DataFrame, channels: pl.DataFrame, members: pl.DataFrame, nics: pl.DataFrame
+) -> pl.DataFrame:
+    """flow, comm_id, use, rank, peer_rank of the rows of `collective` whose ranks are no neighbours, and `stranger`.
+
+    With PXN who sends is beside the rank that does so in the ring or tree, on the receiver's rail.
+    """
+    of_rank = _neighbours(channels)
+    homes = members.select("comm_id", "rank", "node").unique(["comm_id", "rank"], keep="none")
+    of_node = (
+        of_rank.join(homes, on=["comm_id", "rank"])
+        .explode("neighbours")
+        .group_by("comm_id", "node")
+        .agg(pl.col("neighbours").unique().alias("of_node"))
+    )
+    of_peer = of_node.rename({"node": "peer_node", "of_node": "of_peer"})
+    beside = pl.col("peer_rank").is_in(pl.col("of_node")) | pl.col("rank").is_in(pl.col("of_peer"))
+    stranger = ~pl.col("peer_rank").is_in(pl.col("neighbours")) & ~(
+        beside.fill_null(False) & pl.col("handed")
+    )
+    return (
+        _with_rails(collective.filter(pl.col("use") == "collective"), nics)
+        .join(of_rank, on=["comm_id", "rank"])
+        .join(of_node, on=["comm_id", "node"], how="left")
+        .join(of_peer, on=["comm_id", "peer_node"], how="left")
+        .group_by("flow", "comm_id", "use", "rank", "peer_rank")
+        .agg(stranger.fill_null(False).all().alias("stranger"))
+    )
+
+
+def _with_rails(ends: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
+    """`ends` with `handed`: whether both ends may be on one rail, so that PXN may have handed data to the sender."""
+    rails = nics.select("node", "nic", "rail").unique(["node", "nic"], keep="none")
+    there = rails.rename({"node": "peer_node", "nic": "peer_nic", "rail": "peer_rail"})
+    return (
+        ends.join(rails, on=["node", "nic"], how="left")
+        .join(there, on=["peer_node", "peer_nic"], how="left")
+        .with_columns(handed=(pl.col("rail") == pl.col("peer_rail")).fill_null(True))
     )
 
 
@@ -169,14 +210,8 @@ def _pairs(
 ) -> pl.DataFrame:
     """The point-to-point calls whose data may take a QP, by the calls of its own node only."""
     calls = kinds.filter(pl.col("use") == "pairs").drop("use")
-    rails = nics.select("node", "nic", "rail").unique(["node", "nic"], keep="none")
-    there = rails.rename({"node": "peer_node", "nic": "peer_nic", "rail": "peer_rail"})
-    ways = (
-        ends.join(directions, on="flow", how="left")
-        .join(rails, on=["node", "nic"], how="left")
-        .join(there, on=["peer_node", "peer_nic"], how="left")
-        .with_columns(handed=(pl.col("rail") == pl.col("peer_rail")).fill_null(True))
-        .rename({"rank": "owner", "peer_rank": "peer_owner"})
+    ways = _with_rails(ends.join(directions, on="flow", how="left"), nics).rename(
+        {"rank": "owner", "peer_rank": "peer_owner"}
     )
     sends = calls.filter(pl.col("kind") == "Send").select(
         "node", "comm_id", "rank", pl.col("peer").alias("peer_rank")

@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.in_order import in_order
 from pulse_bpf.analysis.lags import IN_PAIRS
 from pulse_bpf.analysis.shared import OVER, PORT, not_held_up, not_shared
 from pulse_bpf.analysis.slow import LEAST_PART, OPERATOR, hot, speed
@@ -42,6 +43,34 @@ HELD_UP = 0.7
 # Of what a port exchanges, the share of machines of which nothing was seen that leaves none to compare, and that from
 # which they may be what is slow.
 MOSTLY_UNSEEN, LITTLE_UNSEEN = 0.7, 0.3
+
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(
+        *PORT,
+        "pid",
+        "level",
+        "direction",
+        "comm_id",
+        "nranks",
+        "kind",
+        "op_bytes",
+        "op_seq",
+        "step",
+        "completion",
+    ),
+    *(
+        "peer_node",
+        "peer_nic",
+        "start_ns",
+        "last_byte_ns",
+        "active_ns",
+        "gap_unknown_ns",
+        "stall_ns",
+        "bytes",
+    ),
+    *("bin_ns", "wmed_gbps", "max_gbps"),
+)
 
 Port = dict[str, Any]  # node, nic, and what `_ceilings` tells of it
 
@@ -93,7 +122,7 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     no known operator are left out. Where a port's own bins are all that is narrow, what it sent in one go stands for an
     operator.
     """
-    sent = aligned.filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
+    sent = aligned.select(NEEDED).filter(pl.col("direction") == "tx", pl.col("bytes") > 0)
     pieces = sent.filter(pl.col("level") == "port")
     sent = sent.filter(pl.col("level") != "port").join(pieces, on=PORT, how="anti")
     unknown = pl.col("bytes").filter(pl.col("level") == "unattributed").sum()
@@ -101,12 +130,11 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
     known = sent.group_by(PORT).agg(unknown=unknown / every).filter(pl.col("unknown") <= MAX_UNKNOWN)
     rows = sent.join(known, on=PORT, how="semi").filter(pl.col("level").is_in(["flow", "nic"]))
     # Of several flows of one operator each has only a part of the port's rate, which is in their sum's row.
-    at_once = [*PORT, "pid", "comm_id", "op_seq"]
     summed = pl.col("level") == "nic"
-    data = pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(at_once)
-    rows = rows.filter(
-        summed | (data & ((data & ~summed).sum().over(at_once) == 1) & ~summed.any().over(at_once))
-    )
+    rows = in_order(rows, [*PORT, "pid", "comm_id", "op_seq"])
+    rows = rows.with_columns(data=pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over("same"))
+    alone = (pl.col("data") & ~summed).sum().over("same") == 1
+    rows = rows.filter(summed | (pl.col("data") & alone & ~summed.any().over("same"))).drop("same", "data")
     rows = pl.concat([rows, pieces]).filter(
         pl.col("max_gbps") > 0,
         pl.col("active_ns") > 0,
@@ -267,7 +295,7 @@ def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, b
     peers = own.select("peer_node", "peer_nic").unique().drop_nulls().sort("peer_node", "peer_nic")
     link = not counted and not both and peers.height == 1
     operators, comms = own.height, own["comm_id"].drop_nulls().n_unique()
-    what = "pieces" if comms == 0 else f"operators of {comms} communicators"
+    what = "pieces" if comms == 0 else f"operators of {comms} communicator{'s' if comms > 1 else ''}"
     span = (own["last_byte_ns"] - own["start_ns"]).sum()
     text = (
         f"{nic} of {node} sends at {speed(gbps)} and never faster, for {share:.0%} of the time that it sends "

@@ -118,7 +118,9 @@ def _causes(
 def _beside_unseen(aligned: pl.DataFrame) -> tuple[set[str], set[str]]:
     """The nodes none of whose traffic was seen, by whatever name, and those that exchange much with one of them; and
     those with an exchange in pairs with one, for which they wait however small it is."""
-    moved = aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0)
+    moved = aligned.select("level", "direction", "node", "peer_node", "bytes", "kind", "op_bytes").filter(
+        pl.col("level") == "flow", pl.col("bytes") > 0
+    )
     # Without a side that receives, what the unseen send is unknown, and taken to be as much as what is sent to them.
     pairs = moved.group_by("node", "peer_node", "direction").agg(pl.col("bytes").sum())
     unseen = ~pl.col("peer_node").is_in(pairs["node"].implode())

@@ -11,6 +11,8 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.pipelines import components
 from pulse_bpf.schema import F64, I64, STR
 
 Floats = NDArray[np.float64]
@@ -173,32 +175,45 @@ def _bounds(windows: pl.DataFrame, count: int) -> Floats:
     """The most that the clock of each node (column) can be ahead of that of each other (row), by any path."""
     most = np.full((count, count), np.inf)
     np.fill_diagonal(most, 0.0)
-    for one, two, took_ns in windows.group_by("one", "two").agg(pl.col("took_ns").median()).iter_rows():
-        most[one, two] = took_ns
-    for middle in range(count):
-        most = np.minimum(most, most[:, [middle]] + most[[middle], :])
+    pairs = windows.group_by("one", "two").agg(pl.col("took_ns").median())
+    most[pairs["one"].to_numpy(), pairs["two"].to_numpy()] = pairs["took_ns"].to_numpy()
+    _by_any_path(most)
     return most
+
+
+@compiled
+def _by_any_path(most: Floats) -> None:
+    """Lowers each distance in `most` to the shortest by any path (Floyd and Warshall)."""
+    for middle in range(len(most)):
+        after = most[middle].copy()
+        before = most[:, middle].copy()
+        for one in range(len(most)):
+            if before[one] < np.inf:
+                for two in range(len(most)):
+                    most[one, two] = min(most[one, two], before[one] + after[two])
 
 
 def _drift(windows: pl.DataFrame, count: int) -> tuple[Floats, float]:
     """By how much each clock gains on the first one's (least squares over all pairs), and how far that may be off."""
-    pairs, slopes, errors = [], [], []
-    for pair, part in windows.group_by("one", "two", maintain_order=True):
-        if part.height < MIN_WINDOWS:
-            continue
-        at = part["window"].to_numpy() * float(WINDOW_NS)
-        took = (part["took_ns"] - part["took_ns"][0]).to_numpy().astype(np.float64)
-        slope, start = np.polyfit(at, took, 1)
-        error = np.std(took - slope * at - start) / (np.std(at) * np.sqrt(len(at)))
-        if error <= KNOWN_DRIFT:
-            pairs.append(pair)
-            slopes.append(float(slope))
-            errors.append(float(error))
-    matrix = np.zeros((len(pairs), count))
-    for row, (one, two) in enumerate(pairs):
-        matrix[row, int(str(two))], matrix[row, int(str(one))] = 1.0, -1.0
+    at_ns = pl.col("window") * float(WINDOW_NS)
+    # The residues of a line are what of a variance it does not explain.
+    slope = pl.cov(at_ns, "took_ns", ddof=0) / at_ns.var(ddof=0)
+    residue = (pl.col("took_ns").var(ddof=0) - slope**2 * at_ns.var(ddof=0)).clip(0).sqrt()
+    pairs = (
+        windows.group_by("one", "two", maintain_order=True)
+        .agg(pl.len(), slope=slope, error=residue / (at_ns.std(ddof=0) * pl.len().sqrt()))
+        .filter(pl.col("len") >= MIN_WINDOWS, pl.col("error") <= KNOWN_DRIFT)
+    )
     drift = np.zeros(count)
-    if np.linalg.matrix_rank(matrix) < count - 1:
+    together = components(pairs.select("one", "two").rows())
+    if len(together) < count or len(set(together.values())) > 1:
         return drift, UNKNOWN_DRIFT
-    drift[1:] = np.linalg.lstsq(matrix[:, 1:], np.array(slopes), rcond=None)[0]
-    return drift, max(errors)
+    one, two, slopes = (pairs[name].to_numpy() for name in ("one", "two", "slope"))
+    # Normal equations: each clock's drift less that of all it was compared with.
+    matrix, right = np.zeros((count, count)), np.zeros(count)
+    for at, sign, other in ((one, -1.0, two), (two, 1.0, one)):
+        np.add.at(matrix, (at, at), 1.0)
+        np.add.at(matrix, (at, other), -1.0)
+        np.add.at(right, at, sign * slopes)
+    drift[1:] = np.linalg.solve(matrix[1:, 1:], right[1:])
+    return drift, float(pairs["error"].max())  # type: ignore[arg-type]

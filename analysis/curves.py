@@ -106,11 +106,13 @@ def joined(
     sent: Longs,
     retx: Longs,
     ctl: NDArray[np.uint32],
-) -> Curves:
+    room: Longs,
+) -> tuple[Curves, Longs]:
     """`curves` with the rows of a window added to those of the group (or -1) of their stream, and to its `totals`.
 
     `streams` and `run` are as `runs` gives them, `totals` is [streams, TOTALS]. A group has `begun` with its first
-    byte; rows before that are left out.
+    byte; rows before that are left out. The columns are in `room`, [4, rows], or in a larger one where it is too small,
+    which is also returned: memory that is used again costs less than new one.
     """
     groups = len(curves.begin)
     size = curves.end - curves.begin
@@ -128,14 +130,9 @@ def joined(
     end = np.cumsum(size)
     begin = end - size
     count = end[-1] if groups else 0
-    new = Curves(
-        begin,
-        begin.copy(),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-        np.empty(count, np.int64),
-    )
+    if count > room.shape[1]:
+        room = np.empty((4, count + count // 8), np.int64)
+    new = Curves(begin, begin.copy(), room[0][:count], room[1][:count], room[2][:count], room[3][:count])
     fill = new.end
     for group in range(groups):
         rows = curves.end[group] - curves.begin[group]
@@ -147,21 +144,31 @@ def joined(
         if streams[number] < 0:
             continue
         group = group_of[streams[number]]
-        taken = group >= 0 and moves[group]
-        at = fill[group] if taken else np.int64(0)
         first, last = run[number], run[number + 1]
+        sent_here, retx_here, ctl_here = sent[first:last], retx[first:last], ctl[first:last]
         bytes_of, retx_of, ctl_of = np.int64(0), np.int64(0), np.int64(0)
-        for row in range(first, last):
-            ctl_here = np.int64(ctl[row])
-            bytes_of += sent[row]
-            retx_of += retx[row]
-            ctl_of += ctl_here
-            if taken:
-                new.t_ns[at], new.net[at] = t_ns[row], sent[row] - retx[row]
-                new.retx[at], new.ctl[at] = retx[row], ctl_here
-                at += 1
-        if taken:
-            fill[group] = at
+        # Column by column, in loops so simple that they take several rows at once.
+        for row in range(last - first):
+            bytes_of += sent_here[row]
+        for row in range(last - first):
+            retx_of += retx_here[row]
+        for row in range(last - first):
+            ctl_of += np.int64(ctl_here[row])
+        if group >= 0 and moves[group]:
+            at = fill[group]
+            fill[group] = at + last - first
+            column, t_here = new.t_ns[at : fill[group]], t_ns[first:last]
+            for row in range(last - first):
+                column[row] = t_here[row]
+            column = new.net[at : fill[group]]
+            for row in range(last - first):
+                column[row] = sent_here[row] - retx_here[row]
+            column = new.retx[at : fill[group]]
+            for row in range(last - first):
+                column[row] = retx_here[row]
+            column = new.ctl[at : fill[group]]
+            for row in range(last - first):
+                column[row] = np.int64(ctl_here[row])
         of = totals[streams[number]]
         before = of[BYTES]
         if of[ROWS] == 0:
@@ -191,7 +198,7 @@ def joined(
             while begin[group] < new.end[group] and new.net[begin[group]] + new.retx[begin[group]] == 0:
                 begin[group] += 1
             begun[group] = begin[group] < new.end[group]
-    return new
+    return new, room
 
 
 @compiled
@@ -204,9 +211,14 @@ def _by_bin(t_ns: Longs, net: Longs, retx: Longs, ctl: Longs, begin: int, end: i
     if bins <= 0 or bins > BINS_OF_ROWS * (end - begin):
         return -1
     sums, there = np.zeros((bins, 3), np.int64), np.zeros(bins, np.bool_)
+    number, number_ns = np.int64(0), first_ns
     for row in range(begin, end):
-        number = (t_ns[row] - first_ns) // bin_ns
-        if first_ns + number * bin_ns != t_ns[row]:
+        if t_ns[row] == number_ns + bin_ns:
+            number += 1
+        else:
+            number = (t_ns[row] - first_ns) // bin_ns
+        number_ns = first_ns + number * bin_ns
+        if number_ns != t_ns[row]:
             return -1
         there[number] = True
         sums[number, 0] += net[row]

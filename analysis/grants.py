@@ -47,12 +47,16 @@ def granted(
     for group in range(groups):
         if wanted[group]:
             size[group] = grants.begin[group + 1] - grants.begin[group]
+    many = np.zeros(len(streams), np.int64)
     for number in range(len(streams)):
         stream = streams[number]
         if stream < 0 or stream % 2 or group_of[stream + 1] < 0 or not wanted[group_of[stream + 1]]:
             continue
+        count = 0
         for row in range(run[number], run[number + 1]):
-            size[group_of[stream + 1]] += ctl[row] > 0
+            count += ctl[row] > 0
+        many[number] = count
+        size[group_of[stream + 1]] += count
     begin = np.zeros(groups + 1, np.int64)
     begin[1:] = np.cumsum(size)
     new = Grants(begin, np.empty(begin[-1], np.int64), np.empty(begin[-1], np.int64))
@@ -65,15 +69,16 @@ def granted(
             new.t_ns[here], new.number[here] = grants.t_ns[there], grants.number[there]
             fill[group] += held
     for number in range(len(streams)):
-        stream = streams[number]
-        if stream < 0 or stream % 2 or group_of[stream + 1] < 0 or not wanted[group_of[stream + 1]]:
+        if many[number] == 0:
             continue
-        at = fill[group_of[stream + 1]]
-        for row in range(run[number], run[number + 1]):
-            if ctl[row] > 0:
-                new.t_ns[at], new.number[at] = t_ns[row], np.int64(ctl[row])
-                at += 1
-        fill[group_of[stream + 1]] = at
+        group = group_of[streams[number] + 1]
+        at, last, row = fill[group], fill[group] + many[number], run[number]
+        # Without a branch that nothing foretells: what is no grant is written over by the next row.
+        while at < last:
+            new.t_ns[at], new.number[at] = t_ns[row], np.int64(ctl[row])
+            at += np.int64(ctl[row] > 0)
+            row += 1
+        fill[group] = last
     for group in range(groups):
         rows = new.t_ns[begin[group] : begin[group + 1]]
         for row in range(1, len(rows)):

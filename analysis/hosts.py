@@ -7,6 +7,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.in_order import in_order
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY
 
@@ -41,7 +42,7 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
     late = calls.filter(
         pl.col("excess_ns") > pl.max_horizontal(pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns")),
         pl.col("in_step"),
-    )
+    ).sort(*PROCESS, "program_pos")
     single = SINGLE if one_clock else SINGLE_BLIND
     costs = (
         late.group_by(PROCESS)
@@ -85,14 +86,19 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     `in_step`: the call before came at about the same time on all ranks, as far as clocks tell; a rank whose calls
     were matched with the wrong ones of the others is never in step.
     """
+    same_process = pl.all_horizontal(pl.col(name) == pl.col(name).shift() for name in PROCESS)
+
+    def before(name: str) -> pl.Expr:
+        return pl.when(same_process).then(pl.col(name).shift())
+
     calls = (
         ranks.sort(*PROCESS, "program_pos")
         .with_columns(
-            before_call_ns=pl.col("call_ns").shift().over(PROCESS),
-            after_end_ns=pl.col("call_ns") - pl.col("own_end_ns").shift().over(PROCESS),
-            watched=pl.col("covered").shift().over(PROCESS),
-            follows=pl.col("program_pos").cast(pl.Int64).diff().over(PROCESS) == 1,
-            after_stage=pl.col("pipeline") & pl.col("pipeline").shift().over(PROCESS),
+            before_call_ns=before("call_ns"),
+            after_end_ns=pl.col("call_ns") - before("own_end_ns"),
+            watched=before("covered"),
+            follows=pl.col("program_pos") == before("program_pos") + 1,
+            after_stage=pl.col("pipeline") & before("pipeline"),
         )
         .filter(
             "follows",
@@ -102,14 +108,15 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             ~pl.col("after_stage") | pl.col("after_end_ns").is_not_null(),
         )
         .with_columns(gap_ns=pl.col("call_ns") - pl.col("before_call_ns"))
-        .filter(pl.len().over(KEY) > 1)
     )
-    several = pl.len().over(KEY) > 2
+    calls = in_order(calls, KEY).filter(pl.len().over("same") > 1)
+    several = pl.len().over("same") > 2
 
     def usual(name: str) -> pl.Expr:
-        return pl.when(several).then(pl.col(name).median().over(KEY)).otherwise(pl.col(name).min().over(KEY))
+        value = pl.col(name)
+        return pl.when(several).then(value.median().over("same")).otherwise(value.min().over("same"))
 
-    apart = (pl.col("before_call_ns") - pl.col("before_call_ns").median().over(KEY)).abs()
+    apart = (pl.col("before_call_ns") - pl.col("before_call_ns").median().over("same")).abs()
     apart = apart * pl.when(several).then(1).otherwise(2)
     return calls.with_columns(usual_ns=usual("gap_ns")).with_columns(
         excess_ns=pl.min_horizontal(

@@ -6,6 +6,7 @@ import polars as pl
 
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.gradient import MAIN
+from pulse_bpf.analysis.in_order import in_order
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY, LEAST_BYTES, TWO_SIDED, with_twins
 
@@ -16,6 +17,24 @@ MISTAKEN = 2
 # Of the operators of the replicas of a stage, those that overlap, from which on they were not told apart well.
 MAX_ASTRAY = 0.02
 COMM = [*PROCESS, "comm_id"]
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(
+        *PROCESS,
+        "program_pos",
+        "level",
+        "covered",
+        "gpu",
+        "comm_id",
+        "rank",
+        "nranks",
+        "kind",
+        "op_bytes",
+        "op_seq",
+    ),
+    *("step", "call_ns", "nic", "direction", "peer_node", "peer_rank", "bytes", "expected_bytes", "bin_ns"),
+    *("start_ns", "last_byte_ns", "first_stall_ns", "first_stall_len_ns", "first_stall_bytes"),
+)
 # Before all times.
 UNKNOWN = -1
 
@@ -26,42 +45,47 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     entry_ns is the first byte it sent, null where it sent none. ready_ns is the end of all that the process did
     before, or of its last operator on the communicator where other operators overlap with this one.
     """
-    own = aligned.filter(
-        pl.col("level").is_in(["flow", "call"]),
-        pl.col("program_pos").is_not_null(),
-        pl.col("pid").is_not_null(),
-    ).with_columns(**_trimmed())
+    own = (
+        aligned.select(NEEDED)
+        .filter(
+            pl.col("level").is_in(["flow", "call"]),
+            pl.col("program_pos").is_not_null(),
+            pl.col("pid").is_not_null(),
+        )
+        .with_columns(**_trimmed())
+    )
     # What sends hardly anything while other flows of the same operator do sends control data.
-    most = pl.col("bytes").max().over(*PROCESS, "program_pos")
-    own = own.filter((pl.col("bytes") == 0) | (pl.col("bytes") >= VOLUME_TOLERANCE * most))
     sends = pl.col("direction") == "tx"
+    own = in_order(own, [*PROCESS, "program_pos"], ~sends, -pl.col("bytes"), "start_ns")
+    most = pl.col("bytes").max().over("same")
+    own = own.filter((pl.col("bytes") == 0) | (pl.col("bytes") >= VOLUME_TOLERANCE * most))
     ranks = (
-        own.group_by(*PROCESS, "program_pos")
+        own.group_by("same", maintain_order=True)
         .agg(
+            pl.col(*PROCESS, "program_pos").first(),
             pl.col(
                 "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns", "covered"
             ).first(),
-            pl.col("start_ns").filter(sends).min().alias("entry_ns"),
+            pl.when(sends).then("start_ns").min().alias("entry_ns"),
             # Whom it sends most, and by which NIC.
-            pl.col("peer_rank", "nic")
-            .filter(sends)
-            .sort_by(-pl.col("bytes").filter(sends), pl.col("start_ns").filter(sends))
-            .first(),
+            *(pl.when(sends).then(name).first().alias(name) for name in ("peer_rank", "nic")),
             pl.col("last_byte_ns").max().alias("end_ns"),
             pl.col("bin_ns").max().fill_null(0),
             (pl.col("direction") == "rx").any().alias("receives"),
-            pl.col("bytes").filter(sends, pl.col("level") == "flow").sum().alias("sent_bytes"),
+            pl.when(sends, pl.col("level") == "flow").then("bytes").sum().alias("sent_bytes"),
             pl.col("expected_bytes").sum(),
-            pl.col("peer_rank").filter(sends).n_unique().alias("partners"),
+            # Where something came in there is one value more.
+            pl.when(sends).then(pl.col("peer_rank").fill_null(-1)).n_unique().alias("partners"),
         )
-        .join(_heard(own), on=["comm_id", "rank", "step"], how="left")
+        .with_columns(pl.col("partners") - pl.col("receives").cast(pl.UInt32))
+        .join(_heard(own), on=["comm_id", "rank", "step"], how="left", maintain_order="left")
         .with_columns(
             end_ns=pl.when(one_clock and ~pl.col("receives"))
             .then(pl.max_horizontal("end_ns", "heard_ns"))
             .otherwise("end_ns"),
             receives=pl.col("receives") | (pl.col("heard_ns").is_not_null() & one_clock),
         )
-        .sort(*PROCESS, "program_pos")
+        .drop("same")
         .with_columns(own_end_ns="end_ns")
     )
     # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and in a
@@ -78,10 +102,10 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         .otherwise("end_ns")
     )
     # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones.
-    in_order = pl.col("end_ns").cum_min(reverse=True).over(COMM)
+    by_order = pl.col("end_ns").cum_min(reverse=True).over(COMM)
     ranks = with_twins(ranks).with_columns(
         end_ns=pl.when(pl.col("end_ns").is_not_null() & ~pl.col("pipeline"))
-        .then(in_order)
+        .then(by_order)
         .otherwise("end_ns")
     )
     # When an operator between machines that moved nothing ended is not known; one inside a machine is its own doing,

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.in_order import in_order, numbered
 from pulse_bpf.analysis.lags import IN_PAIRS
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY, LEAST_BYTES
@@ -71,6 +72,10 @@ def _of_gpu(
     if members.height != 1:
         return replace(finding, rank=None, pid=None)
     sender = members.row(0, named=True)
+    if sender["rank"] != finding.rank:
+        seen = finding.evidence[0]
+        text = f"Rank {sender['rank']} sends by way of rank {finding.rank}. {seen.text}"
+        finding = replace(finding, evidence=[replace(seen, text=text)])
     if sender["gpu"] is None:
         return replace(finding, rank=sender["rank"], pid=sender["pid"])
     return replace(finding, scope="gpu", gpu=sender["gpu"], rank=sender["rank"], pid=sender["pid"])
@@ -91,35 +96,36 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
         pl.col("before_ns").is_not_null(),
         pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES,
         pl.col("bin_ns") < WIDE_BINS_NS,
-    ).filter(pl.len().over(KEY) > 1)
+    )
+    together = in_order(together, KEY, "nic").with_columns(rail=numbered([*KEY, "nic"]))
+    together = together.filter(pl.len().over("same") > 1)
     # Where only what is sent is seen, the end of an exchange in pairs is not; nor what a rank waits for that passes on
     # to one what it gets from another.
-    blind = (pl.col("kind") == "Group") & ~pl.col("pipeline") & ~pl.col("receives").any().over(KEY)
+    blind = (pl.col("kind") == "Group") & ~pl.col("pipeline") & ~pl.col("receives").any().over("same")
     together = together.filter(~(blind & (pl.col("partners") < 2)))
     # The replicas of a stage do not wait for each other.
-    seen = ~pl.col("pipeline") & (pl.col("receives").any().over(KEY) | ~pl.col("kind").is_in(IN_PAIRS))
-    # Ranks that send through NICs of one name have the channels of a ring in common.
-    rail = [*KEY, "nic"]
+    seen = ~pl.col("pipeline") & (pl.col("receives").any().over("same") | ~pl.col("kind").is_in(IN_PAIRS))
     last = pl.col("done_ns").sort(descending=True)
     ends = (
         # In a Group only its partners must wait for a rank.
         pl.when(pl.col("kind") == "Group")
         .then(
             pl.when(pl.col("partners") > 1)
-            .then(last.slice(2, 1).first().over(KEY))
-            .otherwise(last.slice(1, 1).first().over(KEY))
+            .then(last.slice(2, 1).first().over("same"))
+            .otherwise(last.slice(1, 1).first().over("same"))
         )
-        .when(pl.len().over(rail) > 2)
-        .then(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(rail))
-        .otherwise(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over(KEY))
+        # Ranks that send through NICs of one name have the channels of a ring in common.
+        .when(pl.len().over("rail") > 2)
+        .then(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over("rail"))
+        .otherwise(pl.col("done_ns").quantile(EARLY_ENDS, "lower").over("same"))
     ) + 2 * pl.col("bin_ns")
     # Who comes late to a ring or a tree has less left to do: it ends with the others.
-    outlasts = pl.col("done_ns") - pl.when(pl.len().over(rail) > 2).then(
-        pl.col("done_ns").median().over(rail)
-    ).otherwise(pl.col("done_ns").median().over(KEY))
+    outlasts = pl.col("done_ns") - pl.when(pl.len().over("rail") > 2).then(
+        pl.col("done_ns").median().over("rail")
+    ).otherwise(pl.col("done_ns").median().over("same"))
     alone = ~pl.col("kind").is_in(IN_PAIRS) & (outlasts > OUTLASTS * pl.col("excess_ns"))
     # Who has more to send may have had more to compute before, as with experts of unequal load.
-    load = pl.col("sent_bytes") / pl.col("sent_bytes").median().over(KEY)
+    load = pl.col("sent_bytes") / pl.col("sent_bytes").median().over("same")
     together = (
         together.with_columns(relative_ns=pl.col("lag_ns") / load)
         .with_columns(
@@ -133,24 +139,26 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     )
     # Nobody can send before the receiver has called.
     receivers = together.select(
-        *KEY, pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
+        "same", pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
     )
-    together = together.join(receivers.unique([*KEY, "peer_rank"]), on=[*KEY, "peer_rank"], how="left")
+    together = together.join(
+        receivers.unique(["same", "peer_rank"]), on=["same", "peer_rank"], how="left", maintain_order="left"
+    )
     waits = (pl.col("peer_late_ns") > WAITS * pl.col("excess_ns")) & (
         pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
     )
     return together.with_columns(
         waits=waits.fill_null(False),
         unfounded=seen & ((pl.col("came_ns") > ends) | alone).fill_null(True) | waits.fill_null(False),
-    )
+    ).drop("same", "rail")
 
 
 def _usual(lag: str) -> pl.Expr:
     """The median over an operator's ranks; of two, the smaller."""
     return (
-        pl.when(pl.len().over(KEY) > 2)
-        .then(pl.col(lag).median().over(KEY))
-        .otherwise(pl.col(lag).min().over(KEY))
+        pl.when(pl.len().over("same") > 2)
+        .then(pl.col(lag).median().over("same"))
+        .otherwise(pl.col(lag).min().over("same"))
     )
 
 
@@ -174,7 +182,7 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Per process: `cost_ns` of all its lateness, how many `times`, when and where, most costly first; and the same per
     machine, whose cost in an operator is that of its latest process."""
     least = pl.max_horizontal(LATE_BINS * pl.col("bin_ns"), pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns"))
-    late = compared.filter(pl.col("excess_ns") > least, ~pl.col("waits"))
+    late = compared.filter(pl.col("excess_ns") > least, ~pl.col("waits")).sort(*PROCESS, "program_pos")
     # In a tree a rank waits for those below it, each machine in one tree of two: who is late by itself is in both.
     members = compared.group_by("node", *KEY).agg(pl.len().alias("members"))
     late = late.join(members, on=["node", *KEY])

@@ -76,7 +76,7 @@ def localize(
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
     missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, coverage)]
     missing += [
-        f"a {finding.kind} at {finding.node} is likely but not certain"
+        f"{finding.kind} at {finding.node} is likely but not certain"
         for finding in found
         if finding not in sure
     ]

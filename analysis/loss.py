@@ -20,8 +20,12 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
     belongs to. Repeats come from the sender's side. Loss on one flow names its link: which end of it, or what
     between them, lost the packets does not show in repeats.
     """
-    flows = aligned.filter(pl.col("level").is_in(["flow", "traffic"]), pl.col("peer_node").is_not_null())
-    sent = flows.filter(pl.col("direction") == "tx").select(
+    flows = aligned.lazy().filter(
+        pl.col("level").is_in(["flow", "traffic"]),
+        pl.col("peer_node").is_not_null(),
+        pl.col("direction") == "tx",
+    )
+    sent = flows.select(
         pl.col("node").alias("src_node"),
         pl.col("nic").alias("src_nic"),
         pl.col("peer_node").alias("dst_node"),
@@ -31,7 +35,7 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
         pl.col("retx_bytes").fill_null(0),
         "start_ns",
         "last_byte_ns",
-    )
+    ).collect()
     refused = (
         events.filter(pl.col("kind") == "nak")
         .join(flow_ends, on=["node", "nic", "port", "qpn"])

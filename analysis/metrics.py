@@ -35,6 +35,9 @@ _FURTHER: dict[str, pl.DataType | type[pl.DataType]] = {
 }
 OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 
+LEVELS = ("call", "flow", "nic", "traffic", "unattributed")
+UNLISTED = "its queue pair is not listed"
+
 # What rows have of the flows whose totals (Segments.totals) they put together.
 _OF_TOTALS = (
     pl.col("bytes", "retx_bytes", "ctl_packets").sum(),
@@ -66,33 +69,41 @@ def measure(
     operator before and from its first byte to its last, `credit_mean_ns` when the latter did on average: null
     where none did, as with sources that do not tell.
     """
-    operators = _with_coverage(operators, covered).drop("root")
+    texts = _texts(operators, segments.groups, flows, unlisted)
+    operators = _cast(_with_coverage(operators, covered).drop("root"), texts)
+    groups = _cast(segments.groups, texts)
     # Calls that no flow carried a byte of have a row of their own, which stands for the groups they should use.
     of_call = _places(operators["op"], segments.cuts["op"])
     carried = np.zeros(operators.height, np.bool_)
     carried[of_call[(segments.cuts["bytes"] > 0).to_numpy()]] = True
     cuts, of_call = segments.cuts.filter(pl.Series(carried[of_call])), of_call[carried[of_call]]
-    of_group = _places(segments.groups["group"], cuts["group"])
+    of_group = _places(groups["group"], cuts["group"])
     of_flow = pl.concat(
         [
             cuts.drop("op", "group"),
-            segments.groups.drop("group", "bin_ns", "use", *PROCESS, "comm_id", "rank", "gpu")[of_group],
+            groups.select(*PORT[1:], "peer_pid", "peer_rank", "peer_node", "peer_nic", "flows")[of_group],
             operators[of_call],
         ],
         how="horizontal",
-    ).with_columns(level=pl.lit("flow"), bin_ns=pl.when(pl.col("start_ns").is_not_null()).then("bin_ns"))
+    ).with_columns(
+        level=pl.lit("flow", texts["level"]), bin_ns=pl.when(pl.col("start_ns").is_not_null()).then("bin_ns")
+    )
     silent = operators.filter(pl.Series(~carried)).with_columns(
-        level=pl.lit("call"), direction=pl.lit("tx"), bytes=pl.lit(0, I64)
+        level=pl.lit("call", texts["level"]),
+        direction=pl.lit("tx", texts["direction"]),
+        bytes=pl.lit(0, I64),
     )
-    of_nics = _of_nics(segments.sums, of_flow, operators)
+    of_nics = _of_nics(segments.sums, of_flow, operators, groups).with_columns(
+        level=pl.lit("nic", texts["level"])
+    )
     own = pl.concat([of_flow, of_nics, silent], how="diagonal").with_columns(
-        origin=pl.coalesce("origin", pl.lit("call"))
+        origin=pl.coalesce("origin", pl.lit("call", texts["origin"]))
     )
-    traffic = segments.outside.join(segments.groups.drop("use"), on="group").with_columns(
+    traffic = segments.outside.join(groups.drop("use"), on="group").with_columns(
         bytes=pl.col("net") + pl.col("retx_bytes"),
         last_byte_ns=pl.col("last_ns") + pl.col("bin_ns"),
-        level=pl.lit("traffic"),
-        origin=pl.lit("traffic"),
+        level=pl.lit("traffic", texts["level"]),
+        origin=pl.lit("traffic", texts["origin"]),
     )
     # What the source could not tell from data.
     control = (
@@ -107,17 +118,16 @@ def measure(
     unattributed = (
         segments.totals.join(listed, on="flow")
         .filter(pl.col("comm_id").is_null())
-        .with_columns(pl.col("reason").fill_null("its queue pair is not listed"))
+        .with_columns(pl.col("reason").fill_null(UNLISTED))
         .group_by(*PORT, "reason")
         .agg(_OF_TOTALS)
         .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
     )
-    table = pl.concat([_timed(own, operators), traffic, control, unattributed], how="diagonal_relaxed")
-    return _sorted(
-        table.select(
-            (pl.col(name) if name in table.columns else pl.lit(None)).cast(dtype).alias(name)
-            for name, dtype in OPERATORS.items()
-        )
+    parts = [_timed(own, operators), traffic, _cast(control, texts), _cast(unattributed, texts)]
+    table = _sorted(pl.concat(parts, how="diagonal_relaxed"))
+    return table.select(
+        (pl.col(name) if name in table.columns else pl.lit(None)).cast(dtype).alias(name)
+        for name, dtype in OPERATORS.items()
     )
 
 
@@ -126,16 +136,30 @@ def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return pl.concat([pl.DataFrame(schema=OPERATORS), *tables])
 
 
+def _texts(*frames: pl.DataFrame) -> dict[str, pl.Enum]:
+    """Of each column of text in `frames`, and of those that `measure` adds, the values it may have, in order.
+
+    There are few of them, and numbers of these are gathered, joined and sorted faster than text.
+    """
+    found: dict[str, set[str]] = {}
+    for frame in frames:
+        for column in frame.select(pl.col(STR)):
+            found.setdefault(column.name, set()).update(column.drop_nulls().unique())
+    found["level"], found["direction"] = set(LEVELS), {"rx", "tx"}
+    found["origin"] |= {"call", "traffic"}
+    found["reason"] |= {UNLISTED}
+    return {name: pl.Enum(sorted(values)) for name, values in found.items()}
+
+
+def _cast(frame: pl.DataFrame, texts: dict[str, pl.Enum]) -> pl.DataFrame:
+    return frame.cast({name: texts[name] for name, dtype in frame.schema.items() if dtype == STR})
+
+
 def _sorted(table: pl.DataFrame) -> pl.DataFrame:
     """The table in an order that does not depend on how its rows came."""
     names = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
-    keys = table.select(*names, "peer_nic", "comm_id", "start_ns", "bytes")
-    # There are few texts: their places in order are sorted faster.
-    texts = [name for name, dtype in keys.schema.items() if dtype == STR]
-    places = {name: pl.Enum(keys[name].drop_nulls().unique().sort()) for name in texts}
-    return table[
-        keys.cast(pl.Schema({**keys.schema, **places})).select(order=pl.arg_sort_by(keys.columns))["order"]
-    ]
+    order = pl.arg_sort_by(*names, "peer_nic", "comm_id", "start_ns", "bytes").alias("order")
+    return table[table.select(order)["order"]]
 
 
 def _places(of: pl.Series, wanted: pl.Series) -> Longs:
@@ -151,9 +175,13 @@ def _with_coverage(operators: pl.DataFrame, covered: pl.DataFrame) -> pl.DataFra
     return operators.join(times, on="node", how="left").with_columns(covered=inside).drop("from_ns", "to_ns")
 
 
-def _of_nics(sums: pl.DataFrame, of_flow: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
+def _of_nics(
+    sums: pl.DataFrame, of_flow: pl.DataFrame, operators: pl.DataFrame, groups: pl.DataFrame
+) -> pl.DataFrame:
     """One row per operator and direction of a NIC where it talks to several peers."""
     key = ["op", "nic", "port", "direction"]
+    ports = groups.select(key[1:])[_places(groups["group"], sums["group"])]
+    sums = pl.concat([sums.drop("group", "cut_short"), ports], how="horizontal")
     several = (
         of_flow.filter(pl.col("bytes") > 0)
         .join(sums.select(key), on=key, how="semi")
@@ -168,7 +196,7 @@ def _of_nics(sums: pl.DataFrame, of_flow: pl.DataFrame, operators: pl.DataFrame)
         .filter(pl.col("peers") > 1)
         .drop("peers")
     )
-    rows = sums.drop("node", "cut_short").join(several, on=key).with_columns(level=pl.lit("nic"))
+    rows = sums.join(several, on=key)
     of_call = _places(operators["op"], rows["op"])
     return pl.concat([rows.drop("op"), operators.drop("covered")[of_call]], how="horizontal")
 

@@ -85,6 +85,7 @@ class Samples:
         self.unlisted = lives.select("flow", *QP).clear()
         self._unreadable: dict[Path, str] = {}
         self._lacking: dict[Path | None, int] = {}
+        self._same: dict[str, pl.Series] = {}
         self._parts: list[_Part] = []
         for path in paths:
             try:
@@ -234,7 +235,7 @@ class Samples:
         if part.path is None or not part.plain or not one_source:
             return self._resolved(part, one_source)
         try:
-            rows = _columns(part.path, part.constants)
+            rows = _columns(part.path, part.constants, self._same)
         except UNREADABLE as error:
             self._unreadable[part.path] = str(error).splitlines()[0]
             return None
@@ -389,16 +390,22 @@ def _flows_of(flow: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return np.unique(flow[curves.changes(flow)])
 
 
-def _columns(path: Path, constants: dict[str, Any]) -> pl.DataFrame:
-    """The file's rows in BATCH columns; columns with one value are not read."""
+def _columns(path: Path, constants: dict[str, Any], same: dict[str, pl.Series]) -> pl.DataFrame:
+    """The file's rows in BATCH columns; columns with one value are not read, but taken from the `same` of other files.
+
+    Those that are not there, or are too short or of another value, are put there.
+    """
     names = ["direction" if name == "tx" else name for name in BATCH]
     with pq.ParquetFile(path, memory_map=True, read_dictionary=["direction"]) as file:
         table = file.read([name for name in names if name not in constants], use_threads=False)
     columns = []
     for name, (as_column, dtype) in zip(names, BATCH.items(), strict=True):
         if name in constants:
-            value = constants[name] if name != "direction" else constants[name] == "tx"
-            columns.append(pl.Series(as_column, [value or 0], dtype).new_from_index(0, len(table)))
+            value = (constants[name] if name != "direction" else constants[name] == "tx") or 0
+            held = same.get(as_column)
+            if held is None or len(held) < len(table) or held[0] != value:
+                same[as_column] = pl.Series(as_column, [value], dtype).new_from_index(0, len(table))
+            columns.append(same[as_column].head(len(table)))
         elif name == "direction":
             columns.append(pl.Series(as_column, _sent(table.column(name))))
         else:
@@ -410,9 +417,14 @@ def _columns(path: Path, constants: dict[str, Any]) -> pl.DataFrame:
 
 def _sent(direction: pa.ChunkedArray) -> NDArray[np.uint8]:
     """1 of each row that was sent; ValueError where one was neither sent nor received."""
-    codes = direction.unify_dictionaries().combine_chunks()
-    words = codes.dictionary.to_pylist()
-    if not set(words) <= set(WAYS):
-        raise ValueError(f"directions {', '.join(words)}, not {', '.join(WAYS)}")
-    is_tx = np.array([word == "tx" for word in words], np.uint8)
-    return np.asarray(is_tx[codes.indices.to_numpy()], np.uint8)
+    sent, begin = np.zeros(len(direction), np.bool_), 0
+    for codes in direction.chunks:
+        words, indices = codes.dictionary.to_pylist(), codes.indices.to_numpy()
+        if not set(words) <= set(WAYS):
+            raise ValueError(f"directions {', '.join(words)}, not {', '.join(WAYS)}")
+        here = sent[begin : begin + len(codes)]
+        for code, word in enumerate(words):
+            if word == "tx":
+                here |= indices == code
+        begin += len(codes)
+    return sent.view(np.uint8)

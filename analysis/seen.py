@@ -19,6 +19,24 @@ MAX_INCOMPLETE = 0.1
 # Events lost per operator above which something may have been overlooked.
 MAX_LOST = 0.01
 
+# Columns of the operators that moved bytes that are looked at.
+NEEDED = (
+    *(
+        "level",
+        "node",
+        "pid",
+        "nic",
+        "peer_node",
+        "peer_nic",
+        "direction",
+        "comm_id",
+        "nranks",
+        "kind",
+        "op_seq",
+    ),
+    *("program_pos", "step", "bytes", "end_ns", "burst_gbps"),
+)
+
 # Why a communicator is not judged, and how many times: {} is the number, or the least and the most of several.
 Reason = tuple[str, int]
 
@@ -29,7 +47,8 @@ def missing_in(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:
     Communicators that move little, or nothing between machines, do not: what is wrong shows in the others of the same
     processes. A rank, a machine or a NIC of which nothing was seen does.
     """
-    calls = aligned.filter(pl.col("level").is_in(["flow", "call"]))
+    calls = aligned.select("level", "node", "comm_id", "nranks", "rank")
+    calls = calls.filter(pl.col("level").is_in(["flow", "call"]))
     if calls.is_empty():
         return ["no operator of a known communicator was seen"]
     ranks = (
@@ -74,16 +93,14 @@ def coverage_of(
     aligned: pl.DataFrame, flows: pl.DataFrame, tables: Mapping[str, pl.DataFrame], damaged: list[str]
 ) -> dict[str, Any]:
     """What was seen and what was not, of the operators in `aligned` (align.align)."""
-    by_level = dict(
-        aligned.filter(~pl.col("level").is_in(["nic", "port"]))
-        .group_by("level")
-        .agg(pl.col("bytes").sum())
-        .iter_rows()
-    )
+    levels = aligned.group_by("level").agg(pl.col("bytes").sum())
+    by_level = dict(levels.filter(~pl.col("level").is_in(["nic", "port"])).iter_rows())
     total = sum(by_level.values())
     unattributed = aligned.filter(pl.col("level") == "unattributed")
     reasons = unattributed.group_by("reason").agg(pl.col("bytes").sum()).sort("reason")
-    expected = aligned.filter(pl.col("level") == "flow", pl.col("expected_bytes") > 0)
+    expected = aligned.select("level", "node", "pid", "comm_id", "op_seq", "end_ns", "expected_bytes").filter(
+        pl.col("level") == "flow", pl.col("expected_bytes") > 0
+    )
     earlier = expected.filter(pl.col("op_seq") < pl.col("op_seq").max().over("node", "pid", "comm_id"))
     judged, why = _judged(aligned)
     return {
@@ -95,11 +112,14 @@ def coverage_of(
         "bytes_outside_calls": by_level.get("traffic", 0),
         "bytes_unattributed": dict(reasons.iter_rows()),
         "unattributed_share": by_level.get("unattributed", 0) / max(1, total),
-        "operators": aligned.filter(pl.col("op_seq").is_not_null())
+        "operators": aligned.select("op_seq", "node", "pid", "program_pos")
+        .filter(pl.col("op_seq").is_not_null())
         .select("node", "pid", "program_pos")
         .n_unique(),
         "incomplete_share": earlier["end_ns"].null_count() / max(1, earlier.height),
-        "operators_without_traffic": aligned.filter(pl.col("level") == "call", "covered").height,
+        "operators_without_traffic": aligned.select("level", "covered")
+        .filter(pl.col("level") == "call", "covered")
+        .height,
         "judged_share": judged,
         "not_judged": why,
         "lost": lost_events(tables["coverage"]),
@@ -113,7 +133,7 @@ def lost_events(coverage: pl.DataFrame) -> int:
 
 
 def _moved(aligned: pl.DataFrame) -> pl.DataFrame:
-    return aligned.filter(pl.col("level") == "flow", pl.col("bytes") > 0)
+    return aligned.select(NEEDED).filter(pl.col("level") == "flow", pl.col("bytes") > 0)
 
 
 def _judged(aligned: pl.DataFrame) -> tuple[float, list[str]]:
@@ -124,7 +144,10 @@ def _judged(aligned: pl.DataFrame) -> tuple[float, list[str]]:
     """
     key = ["node", "pid", "program_pos", "nic", "direction"]
     together = (
-        aligned.filter(pl.col("level") == "nic", pl.col("burst_gbps").is_not_null()).select(key).unique()
+        aligned.select(*key, "level", "burst_gbps")
+        .filter(pl.col("level") == "nic", pl.col("burst_gbps").is_not_null())
+        .select(key)
+        .unique()
     )
     moved = _moved(aligned).join(together.with_columns(together=True), on=key, how="left")
     matched = pl.col("step").is_not_null() | pl.col("kind").is_in([*TWO_SIDED, "Group"])

@@ -16,6 +16,8 @@ EXPLAINED, AHEAD = 0.3, 0.15
 ALIKE = 0.1
 # So much nearer, as a share of its bytes, must a flow be to all calls of one communicator than to those of another.
 APART = 0.2
+# So near are all bytes of a queue pair to a channel's part of all calls where each was seen from begin to end.
+EXACT = 0.002
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
 # With more than this share it has some of another's.
@@ -61,6 +63,8 @@ def settle(
     # Without a peer, the bursts alone tell; otherwise, what is surest comes first, as it leaves less for the rest.
     unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
     scored = scored.filter(~unknown)
+    rings = _rings(scored, directions).join(chosen, on="flow", how="anti")
+    chosen = pl.concat([chosen, _of_one_use(rings)])
     for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
         sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
@@ -70,6 +74,10 @@ def settle(
     for possible in (_without_full(left, chosen, directions), left):
         found = _possible(possible).join(chosen, on="flow", how="anti")
         chosen = pl.concat([chosen, _of_one_use(found)])
+    left = scored.join(chosen, on="flow", how="anti")
+    chosen = pl.concat(
+        [chosen, _of_one_use(_as_other_end(left, pl.concat([alone, chosen.select(alone.columns)])))]
+    )
     best = pl.col("fit").max().over("flow")
     # Where several uses are left, ranks are those of all of them.
     mixed = pl.col("use").n_unique().over("flow") > 1
@@ -135,6 +143,30 @@ def _explained(scored: pl.DataFrame) -> pl.DataFrame:
     return scored.join(found, on=["flow", "comm_id"])
 
 
+def _rings(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
+    """The rows of collectives for flows that are all channels of a ring on a node: each carries just its part of all
+    calls, and they are as many as that makes, two or more.
+
+    Assumes that all calls use all channels; where not, no flow is as exact. That one flow is by chance is likely where
+    channels are many; that all of them are is not.
+    """
+    where = ["node", "comm_id", "direction", "channels"]
+    exact = (
+        scored.filter(pl.col("use") == "collective", pl.col("apart") <= EXACT, pl.col("called") > 0)
+        .join(directions, on="flow")
+        .unique(["flow", "comm_id"], maintain_order=True)
+        .with_columns(channels=(pl.col("called") / pl.col("carried")).round())
+    )
+    whole = exact.group_by(where).len().filter(pl.col("len") > 1, pl.col("len") == pl.col("channels"))
+    found = exact.join(whole, on=where, how="semi").select(
+        "flow", "comm_id", confidence=pl.lit(0.9), evidence=pl.lit("its part of all calls")
+    )
+    # What is two rings' channel is neither's for certain.
+    return scored.filter(pl.col("use") == "collective").join(
+        found.filter(pl.len().over("flow") == 1), on=["flow", "comm_id"]
+    )
+
+
 def _nearest(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
     """The rows of the communicator whose calls are about as large in all as each flow, while no other's are."""
     comms = (
@@ -182,6 +214,17 @@ def _possible(scored: pl.DataFrame) -> pl.DataFrame:
     )
     found = comms.select("flow", "comm_id", confidence=pl.lit(0.5), evidence=pl.lit("what is left"))
     return scored.join(found, on=["flow", "comm_id"])
+
+
+def _as_other_end(left: pl.DataFrame, chosen: pl.DataFrame) -> pl.DataFrame:
+    """The rows of the communicator that the QP at the other end of each flow's connection serves."""
+    ends = (
+        chosen.filter(~pl.col("open"))
+        .select("comm_id", "confidence", flow="peer_flow", evidence=pl.lit("as its other end"))
+        .drop_nulls("flow")
+        .unique("flow", keep="first", maintain_order=True)
+    )
+    return left.join(ends, on=["flow", "comm_id"])
 
 
 def _without_full(left: pl.DataFrame, chosen: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:

@@ -20,22 +20,27 @@ def not_shared(aligned: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     So do the flows of one operator that are wrongly taken to be of two.
     """
     rows = rows.with_row_index("row")
-    flows = aligned.filter(
+    low = rows.filter("low").select("row", "max_gbps", *PORT, "pid", "comm_id", "op_seq")
+    sent = aligned.lazy().filter(
         pl.col("level") == "flow",
         pl.col("direction") == "tx",
         pl.col("bytes") > 0,
         pl.col("last_byte_ns") > pl.col("start_ns"),
-    ).select(
-        *PORT,
-        *("pid", "comm_id", "op_seq", "bytes"),
-        at_ns=(pl.col("start_ns") + pl.col("last_byte_ns")) // 2,
-        start_ns="start_ns",
-        last_byte_ns="last_byte_ns",
-        gbps=pl.min_horizontal(
-            "max_gbps", pl.col("bytes") * 8 / (pl.col("last_byte_ns") - pl.col("start_ns"))
-        ),
     )
-    low = rows.filter("low").select("row", "max_gbps", *PORT, "pid", "comm_id", "op_seq")
+    flows = (
+        sent.join(low.lazy(), on=PORT, how="semi")
+        .select(
+            *PORT,
+            *("pid", "comm_id", "op_seq", "bytes"),
+            at_ns=(pl.col("start_ns") + pl.col("last_byte_ns")) // 2,
+            start_ns="start_ns",
+            last_byte_ns="last_byte_ns",
+            gbps=pl.min_horizontal(
+                "max_gbps", pl.col("bytes") * 8 / (pl.col("last_byte_ns") - pl.col("start_ns"))
+            ),
+        )
+        .collect()
+    )
     moments = low.join(flows, on=[*PORT, "pid", "comm_id", "op_seq"]).sort("at_ns")
     for edge in ("start_ns", "last_byte_ns"):
         # What all flows that began, or ended, by then send while they do.
@@ -57,12 +62,16 @@ def not_held_up(aligned: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
     """
     rows = rows.with_row_index("row")
     low = rows.filter("low")
-    sent = aligned.filter(
+    to = ["peer_node", "peer_nic"]
+    sent = aligned.lazy().filter(
         pl.col("level") == "flow", pl.col("direction") == "tx", pl.col("step").is_not_null()
     )
-    sent = sent.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(OPERATOR))
-    to = ["peer_node", "peer_nic"]
-    flows = sent.select(*OPERATOR, *PORT, *to, "bytes", "wmed_gbps", "start_ns", "last_byte_ns")
+    flows = (
+        sent.join(low.lazy(), on=OPERATOR, how="semi")
+        .select(*OPERATOR, *PORT, *to, "bytes", "wmed_gbps", "start_ns", "last_byte_ns")
+        .collect()
+    )
+    flows = flows.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(OPERATOR))
     ratio = pl.col("max_gbps") / pl.col("usual_gbps")
     mine = low.select("row", *OPERATOR, *PORT, "usual_gbps", ratio=ratio).join(flows, on=[*OPERATOR, *PORT])
     both = mine.join(flows.drop("bytes"), on=[*OPERATOR, *to], suffix="_other")

@@ -286,8 +286,8 @@ def _sent_to(aligned: pl.DataFrame, flows: pl.DataFrame, comms: pl.DataFrame) ->
     """
     of_job = comms.select("node", "pid").unique()
     job = flows.join(of_job, left_on=["node", "owner_pid"], right_on=["node", "pid"])
-    rows = aligned.filter(~pl.col("level").is_in(["nic", "port"])).select(
-        "direction", "node", "nic", "bytes", "flows"
+    rows = aligned.select("level", "direction", "node", "nic", "bytes", "flows").filter(
+        ~pl.col("level").is_in(["nic", "port"])
     )
     mine = (
         rows.with_row_index()

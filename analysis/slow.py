@@ -31,6 +31,22 @@ BUSIER = 0.97
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
 OPERATOR = ["comm_id", "kind", "step"]
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(
+        *OPERATOR,
+        "level",
+        "direction",
+        "pid",
+        "node",
+        "nic",
+        "peer_node",
+        "peer_nic",
+        "start_ns",
+        "last_byte_ns",
+    ),
+    *("bytes", "bin_ns", "burst_gbps", "wmed_gbps", "p95_gbps"),
+)
 # What is measured of a port that is slow in what it receives.
 RECEIVED = "rx_burst_gbps"
 
@@ -195,7 +211,8 @@ def _measured(aligned: pl.DataFrame) -> pl.DataFrame:
     bins = (pl.col("last_byte_ns") - pl.col("start_ns")) / pl.col("bin_ns")
     # Of a source that sees only what is sent, credits and acknowledgements are rows as well.
     data = pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(*OPERATOR, "direction")
-    rows = aligned.filter(pl.col("step").is_not_null(), data).with_columns(
+    rows = aligned.select(NEEDED).filter(pl.col("step").is_not_null())
+    rows = rows.filter(data).with_columns(
         burst_gbps=pl.coalesce("burst_gbps", pl.when(bins >= MIN_BINS).then("p95_gbps"))
     )
     return rows.filter(pl.col("burst_gbps").is_not_null())
@@ -252,11 +269,11 @@ def _port_rates(aligned: pl.DataFrame) -> pl.DataFrame:
 
 def _others(rate: str, group: list[str], share: float) -> pl.Expr:
     """The quantile `share` of `rate` over the others of the group, the higher of two; null for one alone."""
-    ordered = pl.col(rate).sort().implode().over(group).list
-    place = pl.col(rate).rank("ordinal").over(group).cast(pl.Int64) - 1
-    quartile = ((pl.len().over(group).cast(pl.Int64) - 2).clip(0) * share).ceil().cast(pl.Int64)
-    others = ordered.get(quartile + (place <= quartile).cast(pl.Int64), null_on_oob=True)
-    return pl.when(pl.len().over(group) > 1).then(others)
+    ordered, place = pl.col(rate).sort(), pl.col(rate).rank("ordinal").cast(pl.Int64) - 1
+    quartile = ((pl.len().cast(pl.Int64) - 2).clip(0) * share).ceil().cast(pl.Int64)
+    of_two = [ordered.slice(at, 1).first().over(group) for at in (quartile, quartile + 1)]
+    others = pl.when((place <= quartile).over(group)).then(of_two[1]).otherwise(of_two[0])
+    return pl.when(pl.len().over(group) > 1, pl.col(rate).is_not_null()).then(others)
 
 
 def _smooth(ratio: pl.Expr, which: list[str]) -> pl.Expr:

@@ -15,6 +15,24 @@ from pulse_bpf.analysis.stuck import Root, find_behind, find_root
 PROCESS = ["node", "pid"]
 # Operators of a job below which its silence says nothing.
 MIN_STEPS = 3
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(
+        *PROCESS,
+        "gpu",
+        "comm_id",
+        "rank",
+        "nranks",
+        "kind",
+        "op_bytes",
+        "op_seq",
+        "program_pos",
+        "nccl_seq",
+        "step",
+    ),
+    *("level", "covered", "call_ns", "nic", "direction", "peer_node", "peer_rank", "bytes", "expected_bytes"),
+    *("completion", "start_ns", "last_byte_ns", "first_stall_ns", "first_stall_len_ns", "max_gbps", "bin_ns"),
+)
 # Processes that are gone within this of each other ended together.
 TOGETHER_NS = 1_000_000_000
 
@@ -49,7 +67,7 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     In this order: a process that is gone, calls that do not match, a rank that never made the call the others wait in,
     a rank that stopped inside an operator. Uses of the tables: processes, coverage.
     """
-    rows = aligned.filter(
+    rows = aligned.select(NEEDED).filter(
         pl.col("level").is_in(["flow", "call", "traffic"]),
         pl.col("comm_id").is_not_null(),
         pl.col("covered").fill_null(True),
@@ -107,6 +125,8 @@ def _jobs(rows: pl.DataFrame) -> list[pl.DataFrame]:
     jobs: dict[object, list[str]] = {}
     for comm in comms:
         jobs.setdefault(root(comm), []).append(comm)
+    if len(jobs) == 1:
+        return [rows]
     return [rows.filter(pl.col("comm_id").is_in(members)) for members in jobs.values()]
 
 
@@ -140,7 +160,8 @@ def _who(job: pl.DataFrame, tables: Mapping[str, pl.DataFrame], quiet: Silence, 
 
 
 def _all(job: pl.DataFrame) -> str:
-    return f"{job.select(PROCESS).n_unique()} ranks of {job['comm_id'].n_unique()} communicators"
+    comms = job["comm_id"].n_unique()
+    return f"{job.select(PROCESS).n_unique()} ranks of {comms} communicator{'s' if comms > 1 else ''}"
 
 
 def _crash(job: pl.DataFrame, gone: pl.DataFrame, quiet: Silence) -> Root | None:

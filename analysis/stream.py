@@ -16,7 +16,7 @@ from pulse_bpf.analysis.pool import Found
 from pulse_bpf.analysis.samples import PORT, Batch
 from pulse_bpf.analysis.segment import KEY, PROCESS, Volumes
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, weighted
-from pulse_bpf.schema import BOOL, F64, I64, SAMPLES, STR, U32, U64
+from pulse_bpf.schema import BOOL, F64, I64, STR, U32, U64
 
 # How flows are cut is learned from so much of their traffic, in bins too, then kept.
 WARMUP_NS, WARMUP_BINS = 1_000_000_000, 4096
@@ -25,7 +25,7 @@ WINDOW_BINS = 2.0
 
 TOTALS = pl.Schema({"flow": U64, "direction": STR} | dict.fromkeys(curves.TOTALS[:-1], I64))
 CALLS = pl.Schema({"group": U32, "op": U32, "expected_bytes": F64, "paced": BOOL, "bin_ns": I64})
-SUMS = pl.Schema([*((name, SAMPLES[name]) for name in PORT), ("op", U32), ("bin_ns", I64)])
+SUMS = pl.Schema({"group": U32, "op": U32, "bin_ns": I64})
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Segments:
 
     `groups`: flow groups, one per KEY, numbered by `group`, with their `flows` and `bin_ns`. `cuts`: one row per
     (group, operator `op` that should use it) with `expected_bytes`, `paced` and the columns WHOLE and REAL of shape.py.
-    `sums`: these of operators over all peers of a NIC, per op and PORT. `outside`: the bytes of each group that belong
-    to no operator, burst by burst where it has no call. `totals`: the TOTALS of each flow and direction.
+    `sums`: these of operators over all peers of a NIC, per op and the PORT that a `group` has. `outside`: the bytes of
+    each group that belong to no operator, burst by burst where it has no call. `totals`: the TOTALS of each flow and
+    direction.
     """
 
     groups: pl.DataFrame
@@ -86,6 +87,7 @@ class Cutter:
         count = self._groups.height
         self._begun = np.zeros(count, np.bool_)
         self._curves = curves.no_curves(count)
+        self._room = np.empty((4, 0), np.int64)
         self._calls, self._rules, self._state = walk.nothing_known(count)
         lossy = self._groups.join(covered.filter("lossy"), on=PORT, how="semi")["group"]
         self._rules.lossy[lossy.to_numpy()] = True
@@ -115,7 +117,7 @@ class Cutter:
         sent, retx = (window[name].to_numpy().view(np.int64) for name in ("bytes", "retx_bytes"))
         streams, begin = curves.runs(window["flow"].to_numpy(), window["tx"].to_numpy(), *self._table)
         self._add_unlisted(window, streams, begin)
-        self._curves = curves.joined(
+        self._curves, self._room = curves.joined(
             self._curves,
             self._begun,
             self._totals,
@@ -127,6 +129,7 @@ class Cutter:
             sent,
             retx,
             ctl,
+            self._room,
         )
         done = self._rules.learned & (self._state.op >= self._calls.end)
         self._grants = grants.granted(
@@ -324,8 +327,8 @@ class Cutter:
         self._waiting = np.r_[self._waiting, np.zeros(len(first), np.int64)]
         self._waiting[number[number >= 0]] += count[number >= 0]
         self._of_sum.append(
-            self._groups.select(PORT)[group[first]].with_columns(
-                op=pl.Series(op[first], dtype=U32), bin_ns=self._rules.bin_ns[group[first]]
+            pl.DataFrame(
+                {"group": group[first], "op": op[first], "bin_ns": self._rules.bin_ns[group[first]]}, SUMS
             )
         )
         return np.asarray(number[which], np.int64)

@@ -146,8 +146,9 @@ def walk(
             rows += curves.end[group] - curves.begin[group]
             longest = max(longest, curves.end[group] - curves.begin[group])
             most += calls.end[group] - state.op[group]
+    # Rows are written when an operator is found: memory that nothing touches costs nothing.
     found = Found(
-        np.empty(most, np.int64), np.zeros((most, len(WHOLE)), np.int64), np.empty((most, len(REAL)))
+        np.empty(most, np.int64), np.empty((most, len(WHOLE)), np.int64), np.empty((most, len(REAL)))
     )
     held = len(pool.key)
     more = Pool(
@@ -254,6 +255,7 @@ def walk(
                             break
                     # Take the rows up to `stop`.
                     whole, real = found.whole[out], found.real[out]
+                    whole[:] = 0
                     found.number[out] = op
                     key = calls.sum_of[op]
                     filled, last_ns = 0, np.int64(0)
@@ -371,7 +373,7 @@ def walk(
                 state.quiet[group] = silences[number]
         needed[group] = begin + row
     return (
-        Found(found.number[:out], found.whole[:out], found.real[:out]),
+        Found(found.number[:out].copy(), found.whole[:out].copy(), found.real[:out].copy()),
         Pool(more.key[:held], more.t_ns[:held], more.net[:held], more.retx[:held], more.ctl[:held]),
         needed,
     )

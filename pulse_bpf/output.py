@@ -19,6 +19,9 @@ def write(*parts: Table | str) -> None:
 
     A reader that has left is no error; HostError when the result cannot be written.
     """
+    # Python's way to say that it was started with stdout closed; print() would drop all in silence.
+    if sys.stdout is None:
+        raise HostError("cannot write the result", "stdout is closed", "Let it go to a file or a pipe")
     try:  # rich flushes stdout, too
         print("\n".join(part if isinstance(part, str) else _drawn(part) for part in parts), flush=True)
     except OSError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import polars as pl
 import pyarrow.parquet as pq
 from polars import selectors
+from polars.exceptions import PolarsError
 
 from pulse_bpf import __version__
 from pulse_bpf.errors import HostError, UsageError
@@ -161,7 +162,7 @@ def _fsync(path: Path) -> None:
 
 @contextmanager
 def _explained(root: Path) -> Iterator[None]:
-    """OSErrors of the file system in an admin's words."""
+    """What a file system refuses, in an admin's words."""
     try:
         yield
     except OSError as error:
@@ -170,3 +171,6 @@ def _explained(root: Path) -> Iterator[None]:
         else:
             advice = "Choose another place with -o"
         raise HostError(f"cannot write to {root}", error.strerror or str(error), advice) from error
+    except PolarsError as error:  # what polars makes of a disk that runs full in the midst of a file
+        advice = "Free some space or choose another disk with -o"
+        raise HostError(f"cannot write to {root}", str(error).splitlines()[0], advice) from error

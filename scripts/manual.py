@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("prefix", type=Path, metavar="PREFIX", help="such as /usr/local")
     share = arguments.parse_args().prefix / "share"
-    os.environ["COLUMNS"] = "80"  # of the usage lines, wherever this runs
+    os.environ["COLUMNS"] = "72"  # of the usage lines, wherever this runs; man indents them
     for path, text in (
         ("man/man8/pulse.8", manual_page()),
         ("bash-completion/completions/pulse", completion("bash")),
@@ -41,7 +42,11 @@ def manual_page() -> str:
     page.section, page.manual, page.source = 8, "System Administration", f"Pulse {__version__}"
     description = (pulse.description or "").rstrip(".")
     page.description = description[:1].lower() + description[1:]
-    return str(page)
+    text = str(page)
+    # Lines that argparse laid out stay as they are, and what it has last has sections of its own.
+    text = re.sub(r"^usage: .*?(?=\n\n)", r".nf\n\g<0>\n.fi", text, flags=re.MULTILINE | re.DOTALL)
+    text = text.replace(".SH COMMENTS\nexamples:\n", ".SH EXAMPLES\n.nf\n")
+    return text.replace("\n\nexit status:\n", "\n.SH EXIT STATUS\n.nf\n")
 
 
 def completion(shell: str) -> str:
@@ -49,7 +54,8 @@ def completion(shell: str) -> str:
     for action in _actions(pulse):
         if action.metavar in _COMPLETED:
             action.complete = _COMPLETED[str(action.metavar)]  # type: ignore[attr-defined]
-    return str(shtab.complete(pulse, shell))
+    # What shtab writes for one or more of an argument lets zsh complete the first of them only.
+    return re.sub(r'"\(\*\)::?', '"*:', str(shtab.complete(pulse, shell)))
 
 
 def _actions(of: argparse.ArgumentParser) -> Iterator[argparse.Action]:

@@ -1,6 +1,6 @@
 #!/bin/sh
 # setup.sh VENV [tests]: installs the distribution's packages that are missing, and the rest into VENV from PyPI;
-# with "tests" also the compilers and the browser that only tests use.
+# with "tests" also the compilers, shells and the browser that only tests use.
 # Does nothing, quickly, when everything is there.
 set -eu
 venv=$1
@@ -10,7 +10,8 @@ cd "$(dirname "$0")/.."
 # --system-site-packages below. qemu and kmod boot the lab where this kernel has no soft-RoCE.
 packages="python3 python3-venv python3-bpfcc python3-pyverbs rdma-core ibverbs-providers libibverbs-dev
 gcc libc6-dev iproute2 kmod qemu-system-x86 xz-utils"
-[ "${2:-}" = tests ] && packages="$packages g++ lld gcc-riscv64-linux-gnu libc6-dev-riscv64-cross qemu-user"
+[ "${2:-}" = tests ] && packages="$packages g++ lld gcc-riscv64-linux-gnu libc6-dev-riscv64-cross qemu-user
+groff-base zsh"
 # Debian alone has a Chromium that is no snap, and that runs without a desktop.
 if [ "${2:-}" = tests ] && grep -qx 'ID=debian' /etc/os-release; then
     packages="$packages chromium-headless-shell fonts-dejavu-core"

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # A slow machine is no failure: hypothesis would take an example of over 200 ms for one.
 settings.register_profile("pulse", deadline=None)
@@ -56,6 +60,15 @@ CONDITIONS: dict[str, Callable[[], str | None]] = {
     "rxe": _rxe,
     "browser": _browser,
 }
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """A browser for tests that are marked so."""
+    from browser import started
+
+    with started() as running:
+        yield running
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

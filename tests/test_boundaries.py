@@ -6,7 +6,8 @@ from typing import Any
 
 import polars as pl
 
-from pulse_bpf.lab.boundaries import Boundaries, compare, distances
+from pulse_bpf.analysis.attribute import FLOWS
+from pulse_bpf.lab.boundaries import Boundaries, compare, distances, volumes
 from pulse_bpf.schema import OPERATORS
 
 BIN_NS = 1000
@@ -73,3 +74,17 @@ def test_operators_whose_call_was_not_recorded_cannot_be_found() -> None:
 
 def test_an_analysis_that_finds_nothing() -> None:
     assert _compare([], [_row(0, 0, 5000)]) == Boundaries(1, 0, 0, 0, 0, 0)
+
+
+def test_volumes_are_without_repeats_and_headers() -> None:
+    true = [_row(0, 0, 5000, bytes=1000), _row(1, 6000, 9000, bytes=1000), _row(2, 9500, 9900, bytes=1000)]
+    derived = [
+        _row(0, 0, 5000, bytes=1600, retx_bytes=500, flows=[1]),
+        _row(1, 6000, 9000, bytes=550, flows=[1], channel=0),
+        _row(1, 6000, 9000, bytes=440, flows=[1], channel=1),
+    ]
+    flows = pl.DataFrame([{"flow": 1, "wire_factor": 1.1}], schema=FLOWS)
+    operators, truth = (pl.DataFrame(rows, schema=OPERATORS) for rows in (derived, true))
+    found = volumes(operators, flows, truth).sort("op_seq")
+    assert found.select("op_seq", "true_bytes").rows() == [(0, 1000), (1, 1000)]
+    assert found["off"].round(6).to_list() == [0.0, -0.1]

@@ -197,6 +197,9 @@ def test_the_tables_name_every_scenario_method_and_failure() -> None:
     assert ["recall", "50.0%"] in _table(made, "All episodes")
     assert ["2.0 to 2.5", "1/2"] in _table(made, "Recall by severity")
     assert _table(made, "Failures") == [["simulation", "SimulationError: no / luck", "1", "3"]]
+    severity = next(table for table in made if table.title == "Recall by severity")
+    assert '    x-axis ["2.0 to 2.5"]\n' in severity.markdown()
+    assert "    bar [50.0]\n" in severity.markdown()
     boundaries = _table(made, "Operator boundaries")[0]
     assert boundaries[2:] == ["30", "80.0%", "50.0%", "100.0%", "75.0%", "100.0%"]
     for table in made:
@@ -253,6 +256,7 @@ def test_the_tables_come_also_where_the_page_cannot_be_written(
         (["--nodes", "1"], "--nodes must be at least 2"),
         (["--seed", "-1"], "--seed must be at least 0"),
         (["--keep", "."], "is not empty"),
+        (["--keep", __file__], "is not a directory"),
     ],
 )
 def test_what_cannot_be_evaluated_is_said_before_anything_is_run(

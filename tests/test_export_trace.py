@@ -1,4 +1,4 @@
-"""The timeline of `pulse export`: by its schema everywhere, by SQL where Perfetto's trace processor runs."""
+"""The timeline of `pulse export`: by its schema everywhere, by SQL and by eye in Perfetto's page where a browser is."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import perfetto_sql
+import perfetto_ui
 import polars as pl
 import pytest
 import recordings
@@ -22,6 +22,9 @@ from pulse_bpf.analysis import Findings, Window
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.export import slices, trace
 from pulse_bpf.export.trace import write_trace
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 FAULTS = {"slow": Fault("egress", 1, 1.0), "hang": Fault("hang", 2, at=20), "healthy": None}
 Played = tuple[Recording, pl.DataFrame, pl.DataFrame, Findings]
@@ -231,15 +234,13 @@ def test_a_recording_of_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def sql(slow: Path) -> Iterator[perfetto_sql.Trace]:
-    missing = perfetto_sql.missing()
-    if missing:
-        pytest.skip(missing)
-    with perfetto_sql.opened(slow) as opened:
-        yield opened
+def sql(slow: Path, chromium: Browser) -> Iterator[perfetto_ui.Trace]:
+    with perfetto_ui.parsed(chromium, slow) as trace:
+        yield trace
 
 
-def test_perfetto_imports_it_without_an_error(sql: perfetto_sql.Trace) -> None:
+@pytest.mark.browser
+def test_perfetto_imports_it_without_an_error(sql: perfetto_ui.Trace) -> None:
     assert sql.rows("select name, value from stats where severity != 'info' and value > 0") == []
     assert sql.rows("select int_value from metadata where name = 'trace_time_clock_id'") == [
         (proto.BUILTIN_CLOCK_REALTIME,)
@@ -250,7 +251,8 @@ def test_perfetto_imports_it_without_an_error(sql: perfetto_sql.Trace) -> None:
     assert sql.rows("select count(*) > 0 as some from flow") == [(1,)]
 
 
-def test_the_longest_operator_of_each_rank(sql: perfetto_sql.Trace) -> None:
+@pytest.mark.browser
+def test_the_longest_operator_of_each_rank(sql: perfetto_ui.Trace) -> None:
     found = sql.rows("""
         select extract_arg(arg_set_id, 'debug.rank') as rank, max(dur) as longest_ns
         from slice join track on track.id = slice.track_id
@@ -272,7 +274,8 @@ def test_the_longest_operator_of_each_rank(sql: perfetto_sql.Trace) -> None:
         assert known_ns - recordings.BIN_NS <= seen_ns <= known_ns
 
 
-def test_the_rate_of_a_queue_pair(sql: perfetto_sql.Trace) -> None:
+@pytest.mark.browser
+def test_the_rate_of_a_queue_pair(sql: perfetto_ui.Trace) -> None:
     samples = played("slow")[0]["samples"].filter(pl.col("direction") == "tx")
     busiest = samples.sort("bytes", descending=True).row(0, named=True)
     found = sql.rows(f"""
@@ -285,7 +288,8 @@ def test_the_rate_of_a_queue_pair(sql: perfetto_sql.Trace) -> None:
     assert found[0][0] in [pytest.approx(8 * sent / recordings.BIN_NS) for sent in of_one["bytes"]]
 
 
-def test_the_finding(sql: perfetto_sql.Trace) -> None:
+@pytest.mark.browser
+def test_the_finding(sql: perfetto_ui.Trace) -> None:
     (found,) = sql.rows("""
         select slice.name as name, slice.ts as ts, extract_arg(slice.arg_set_id, 'debug.node') as node,
                extract_arg(slice.arg_set_id, 'debug.kind') as kind
@@ -294,3 +298,12 @@ def test_the_finding(sql: perfetto_sql.Trace) -> None:
     """)
     (finding,) = played("slow")[3].findings
     assert found == ("F1: NIC rxe0 of node node1 (nic-slow)", finding.first_ns, finding.node, finding.kind)
+
+
+@pytest.mark.browser
+def test_perfettos_page_opens_it(slow: Path, chromium: Browser) -> None:
+    nodes = set(played("slow")[1]["node"])
+    with perfetto_ui.shown(chromium, slow) as page:
+        for name in ("Findings", "Iterations", "Communicators", *nodes):
+            page.get_by_text(name, exact=True).first.wait_for()
+        assert page.locator(".pf-modal-dialog, .pf-topbar__error-box").count() == 0

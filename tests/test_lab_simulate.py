@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from polars.exceptions import ComputeError
 
 from pulse_bpf.cli import main
-from pulse_bpf.errors import OK, PARTIAL, USAGE
-from pulse_bpf.lab.sim import tables
+from pulse_bpf.errors import HOST, OK, PARTIAL, USAGE
+from pulse_bpf.lab.sim import engine, tables
+from pulse_bpf.lab.sim.model import Result
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
 from pulse_bpf.lab.sim.workloads import WORKLOADS
 
@@ -24,7 +30,10 @@ SMALL = ["--nodes", "2", "--gpus", "1", "--seconds", "0.02", "--seed", "1"]
         (["nic-slow", "--severity", "0"], "no nic-slow of severity 0"),
         (["nic-slow", "--bin-us", "0"], "--bin-us must be from 1"),
         (["nic-slow", "--bin-us", "10000000"], "--bin-us must be from 1"),
-        (["nic-slow", "--seed", "-1"], "--seed must be at least 0"),
+        (["nic-slow", "--seed", "-1"], "--seed must be from 0"),
+        (["nic-slow", "--nodes", "1000000"], "--nodes must be from 1 to 64000"),
+        (["nic-slow", "--gpus", "300"], "--gpus must be from 1 to 256"),
+        (["nic-slow", "--qps", "3000000000"], "--qps must be from 1 to 128"),
         (["nic-slow", "--scale", "nan"], "scale nan of a model"),
         (["nic-slow", "--seconds", "nan"], "--seconds must be more than 0"),
         (["nic-slow", "--condition", "unheard-of"], "'unheard-of'"),
@@ -51,6 +60,22 @@ def test_an_output_in_use_is_refused_before_anything_runs(
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
+def test_an_output_that_came_into_use_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, precious = engine.run, tmp_path / "out" / "precious"
+
+    def elsewhere(*arguments: Any) -> Result:
+        precious.parent.mkdir()
+        precious.write_text("")
+        return run(*arguments)
+
+    monkeypatch.setattr(engine, "run", elsewhere)
+    assert main(["lab", "simulate", "healthy", "-o", str(precious.parent), *SMALL]) == USAGE
+    assert "is not empty" in capsys.readouterr().err
+    assert list(precious.parent.iterdir()) == [precious]
+
+
 def test_an_interrupted_simulation_leaves_no_recording(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +87,60 @@ def test_an_interrupted_simulation_leaves_no_recording(
     assert main(["lab", "simulate", "healthy", "-o", str(tmp_path / "out"), *SMALL]) == PARTIAL
     assert capsys.readouterr().err == "pulse: interrupted\n"
     assert not (tmp_path / "out").exists()
+
+
+def test_an_error_of_the_collectors_is_not_called_one_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(*_arguments: object) -> None:
+        raise ComputeError
+
+    monkeypatch.setattr(tables, "nodes", wrong)
+    with pytest.raises(ComputeError):
+        main(["lab", "simulate", "healthy", "-o", str(tmp_path / "out"), *SMALL])
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interruption_does_not_wait_for_the_end_of_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun, early = engine.run, threading.Event(), []
+
+    def noted(*arguments: Any) -> Result:
+        begun.set()
+        result = run(*arguments)
+        early.append(result.ended_ns < arguments[4].end_ns)
+        return result
+
+    def press() -> None:
+        begun.wait()
+        time.sleep(0.2)  # until the main thread waits
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(engine, "run", noted)
+    key = threading.Thread(target=press)
+    key.start()
+    arguments = ["nic-slow", "--workload", "loops", *SMALL, "--seconds", "60"]
+    assert main(["lab", "simulate", "-o", str(tmp_path / "out"), *arguments]) == PARTIAL
+    key.join()
+    assert early == [True] * 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_no_memory_can_hold_is_told_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert main(["lab", "simulate", "healthy", "-o", str(output), *SMALL, "--scale", "1e308"]) == HOST
+    assert "too much to simulate" in capsys.readouterr().err
+    assert not output.exists()
+
+
+def test_a_tenant_beside_a_job_inside_one_node(tmp_path: Path) -> None:
+    """The job has no flow of its own to number the tenants' after."""
+    arguments = ["--nodes", "1", "--gpus", "2", "--seconds", "0.02", "--seed", "1"]
+    assert main(["lab", "simulate", "healthy-tenant", "-o", str(tmp_path / "out"), *arguments]) == OK
+    assert json.loads((tmp_path / "out" / "truth.json").read_text())["healthy"]
 
 
 def test_the_list_of_scenarios_can_be_read_by_people_and_scripts(capsys: pytest.CaptureFixture[str]) -> None:

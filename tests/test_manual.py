@@ -44,7 +44,8 @@ def test_the_manual_page_has_every_verb_and_option(share: Path) -> None:
                 continue
             for text_of_action in (*action.option_strings, action.help or ""):
                 assert text_of_action in text, f"{action.dest} of {name}"
-    assert "exit status:" in plain
+    for section in ("NAME", "SYNOPSIS", "EXAMPLES", "EXIT STATUS"):
+        assert f"\n.SH {section}\n" in plain
 
 
 def test_the_manual_page_is_clean_for_man(share: Path) -> None:
@@ -85,5 +86,36 @@ def test_zsh_knows_every_verb(share: Path) -> None:
     assert text.startswith("#compdef pulse\n")
     for name, _ in verbs(parser()):
         assert f"_shtab_{name.replace(' ', '_')}_options=" in text
-    if shutil.which("zsh"):
-        subprocess.run(["zsh", "-n", share / "zsh/site-functions/_pulse"], check=True)
+
+
+# A shell on a terminal of its own, in which `pulse` says what it was called with.
+ZSH = """
+    zmodload zsh/zpty
+    zpty shell zsh -f -i
+    zpty -w shell "fpath=($1/zsh/site-functions \\$fpath); autoload -Uz compinit && compinit -u -D"
+    zpty -w shell 'pulse() { print -r -- "called<$*>" }'
+    zpty -w shell "$2"$'\\t'
+    zpty -r -m shell shown $'*called<[^$]*>\\r\\n*'
+    print -r -- "$shown"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "called"),
+    [
+        ("ana", "analyze"),
+        ("nic im", "nic import"),
+        ("analyze --exi", "analyze --exit-code"),
+        ("export rec-1 --format pe", "export rec-1 --format perfetto"),
+        ("analyze rec-1 rec-2", "analyze rec-1 rec-2-of-node"),
+    ],
+)
+def test_zsh_completes(share: Path, tmp_path: Path, typed: str, called: str) -> None:
+    if shutil.which("zsh") is None:
+        pytest.skip("zsh is not installed")
+    for directory in ("rec-1", "rec-2-of-node"):
+        (tmp_path / directory).mkdir()
+    (tmp_path / "rec-2.html").touch()
+    command = ["zsh", "-f", "-c", ZSH, "zsh", share, f"pulse {typed}"]
+    shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    assert re.findall(r"called<([^$]*?)>\s*$", shown.stdout, re.MULTILINE) == [called]

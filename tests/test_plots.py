@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -158,6 +159,7 @@ def test_bars_of_one_kind_that_touch_on_a_screen_are_one() -> None:
             "call_ns": 0,
             "own_end_ns": [MS * at + MS for at in starts],
             "sent_bytes": 10,
+            "place": range(5),
         },
         schema_overrides={"rank": pl.Int32},
     )
@@ -171,6 +173,25 @@ def test_bars_of_one_kind_that_touch_on_a_screen_are_one() -> None:
         ("AllReduce", 2, 20), ("AllGather", 1, 10), ("AllGather", 1, 10), ("AllGather", 1, 10)
     ]  # fmt: skip
     assert frames.bars(ranks, process, 600 * MS, 700 * MS).is_empty()
+
+
+def test_the_time_in_operators_is_that_of_the_view_and_counted_once() -> None:
+    bars = pl.DataFrame({"begin_ns": [90, -50, 20, 10], "end_ns": [500, 5, 25, 30]})
+    assert frames.covered_ns(bars, 0, 100) == 5 + 20 + 10
+
+
+def test_colours_tell_without_colour_and_on_either_ground() -> None:
+    def luminance(colour: str) -> float:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    shades = [luminance(colour) for _, colour in style.SCALE]
+    assert all(brighter > 1.5 * darker for darker, brighter in pairwise(shades))
+    # WCAG's contrast of what is no text, of the darkest to a dark page and of white to it.
+    for ground in ("#14171c", "#ffffff"):
+        dark, bright = sorted((luminance(ground), shades[0]))
+        assert (bright + 0.05) / (dark + 0.05) >= 3
 
 
 def test_counters_of_ports_are_what_they_grew_by_and_events_how_many() -> None:

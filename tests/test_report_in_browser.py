@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import browser
+import polars as pl
 import pytest
+import recordings
+from recordings import Fault
 from rich.console import Console
 
 from pulse_bpf.judge import Judged, judge
@@ -35,12 +37,6 @@ TWELVE = (
     "pause-storm",
     "hang-inside",
 )
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser.started() as running:
-        yield running
 
 
 def _check(chromium: Browser, name: str, judged: Judged, whole: bool) -> None:
@@ -75,6 +71,20 @@ def test_a_report_opens(tmp_path: Path, chromium: Browser, scenario: str) -> Non
     judged = judge([tmp_path / "r"], None, Console(quiet=True))
     assert judged.findings.verdict == ("healthy" if scenario == "healthy" else "anomaly")
     _check(chromium, f"small-{scenario}", judged, whole=False)
+
+
+@pytest.mark.parametrize(
+    ("shot", "name"), [("markup", "<script>document.body.remove()</script>"), ("long", "n" * 300)]
+)
+def test_a_hostile_name_stays_a_name(tmp_path: Path, chromium: Browser, shot: str, name: str) -> None:
+    tables = recordings.tables(recordings.run(fault=Fault("egress", 1, 1.0)))
+    renamed = {
+        table: frame.with_columns(pl.col("node").replace("node1", name)) if "node" in frame.columns else frame
+        for table, frame in tables.items()
+    }
+    judged = judge([recordings.write(tmp_path / "r", renamed)], None, Console(quiet=True))
+    assert judged.findings.findings[0].node == name
+    _check(chromium, f"named-{shot}", judged, whole=True)
 
 
 @pytest.mark.long

@@ -329,6 +329,16 @@ def test_events_name_the_end_that_saw_them_and_the_bin(tmp_path: Path, run: Run)
     ).exists()
 
 
+def test_a_card_that_only_received_sent_nothing(tmp_path: Path, run: Run) -> None:
+    """Parts of a recording without a row of what their node sent."""
+    samples = run.result.samples[run.result.samples["rx"] == 1].copy()
+    samples["reverse_ctl"] = samples["reverse_acks"] = 0
+    directory = replace(run, result=replace(run.result, samples=samples)).write(
+        tmp_path / "r", options("pcc", [])
+    )
+    assert analyze([directory]).verdict == "undecided"
+
+
 def test_pauses_are_frames_in_the_counters(tmp_path: Path, run: Run) -> None:
     counters = run.result.counters.copy()
     counters["rx_pause_ns"][(counters["nic"] == 5) & (counters["t_ns"] > 50e6)] = 1_000_000

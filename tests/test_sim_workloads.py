@@ -410,6 +410,11 @@ def test_programs_that_disagree_are_noticed() -> None:
         finished(differing, cluster, 1)
 
 
+def test_the_smallest_scale_leaves_a_layer() -> None:
+    for name in ("dp", "megatron-interleaved", "context"):
+        assert made(name, Cluster(nodes=2, gpus=2), size=Size(scale=1e-12)).meta["model"].layers >= 1  # type: ignore[attr-defined]
+
+
 def test_impossible_requests_are_refused() -> None:
     for name, cluster, size in (
         ("nothing", DEFAULT, Size()),
@@ -417,6 +422,7 @@ def test_impossible_requests_are_refused() -> None:
         ("dp", DEFAULT, Size(scale=-1.0)),
         ("moe", Cluster(nodes=13), Size()),
         ("dp", Cluster(nodes=1, gpus=1), Size()),
+        ("megatron-interleaved", Cluster(nodes=1, gpus=2), Size()),
     ):
         with pytest.raises(UsageError):
             build(name, cluster, size=size, seconds=1, rng=np.random.default_rng(1))

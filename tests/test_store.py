@@ -13,7 +13,7 @@ import pytest
 
 from pulse_bpf.errors import HOST, USAGE, PulseError
 from pulse_bpf.schema import REQUIRED, TABLES, empty
-from pulse_bpf.store import RecordingWriter
+from pulse_bpf.store import RecordingWriter, write_file
 
 SAMPLES = pl.DataFrame(
     {"node": ["a", "a"], "qpn": [17, 17], "flow": [1, 2**63], "t_ns": [5, 9], "bytes": [7, 8]}
@@ -74,6 +74,21 @@ def test_a_directory_with_something_in_it_is_refused(tmp_path: Path) -> None:
         RecordingWriter(tmp_path)
     assert caught.value.exit_status == USAGE
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+@pytest.mark.root
+def test_a_disk_that_runs_full_in_polars_is_one_clear_line(tmp_path: Path) -> None:
+    """Where in a file of 8 blocks that happens decides what polars says."""
+    frame = pl.DataFrame({"t_ns": list(os.urandom(30_000))})
+    for blocks in range(2, 8):
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={4 * blocks}k", "tmpfs", tmp_path], check=True)
+        try:
+            with pytest.raises(PulseError, match=r"cannot write to .*full\.parquet") as caught:
+                write_file(tmp_path / "full.parquet", frame.write_parquet)
+            assert caught.value.exit_status == HOST
+            assert not list(tmp_path.iterdir())
+        finally:
+            subprocess.run(["umount", tmp_path], check=True)
 
 
 @pytest.mark.root

@@ -49,6 +49,17 @@ def test_a_lower_layer_imports_only_itself_the_errors_and_the_schema(folder: str
                 assert name == "pulse_bpf" or name.startswith(allowed), f"{path} imports {name}"
 
 
+def test_the_simulation_knows_nothing_of_the_analysis_that_it_measures() -> None:
+    of_lab = ("pulse_bpf.lab.compiled", "pulse_bpf.lab.sim")
+    allowed = ("pulse_bpf.errors", "pulse_bpf.schema", "pulse_bpf.store", *of_lab)
+    paths = list((ROOT / "pulse_bpf/lab/sim").rglob("*.py"))
+    assert paths
+    for path in paths:
+        for name in _imports(path):
+            if name.startswith("pulse_bpf") and name not in ("pulse_bpf", "pulse_bpf.lab"):
+                assert name.startswith(allowed), f"{path} imports {name}"
+
+
 def test_bcc_is_imported_in_one_place() -> None:
     users = [
         str(path.relative_to(ROOT))

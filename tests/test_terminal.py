@@ -14,7 +14,7 @@ from terminal import COLOUR, lines, on_terminal
 
 from pulse_bpf.analysis.findings import Finding, Findings
 from pulse_bpf.analysis.text import render
-from pulse_bpf.errors import OK, PARTIAL
+from pulse_bpf.errors import HOST, OK, PARTIAL
 from pulse_bpf.pace import Pace, summary
 from pulse_bpf.schema import conform
 
@@ -68,6 +68,15 @@ def test_a_pipe_gets_only_the_verdict(slow: Path) -> None:
     _, written = on_terminal([*ANALYZE, slow])
     shown = lines(written)
     assert [line for line in piped.stdout.splitlines() if line] == shown[shown.index("Verdict: ANOMALY") : -1]
+
+
+def test_a_closed_stdout_is_an_error(slow: Path) -> None:
+    command = ["sh", "-c", 'exec "$@" >&-', "sh", *ANALYZE, slow]
+    closed = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert closed.returncode == HOST
+    assert closed.stderr == (
+        "pulse: cannot write the result: stdout is closed. Let it go to a file or a pipe\n"
+    )
 
 
 def test_many_long_names_fit_into_100_columns() -> None:

@@ -34,6 +34,9 @@ from pulse_bpf.analysis.plots.style import (
     styled,
 )
 
+# A bar is at least the part of a timeline that one of so many would be.
+SEEN_BARS = 250
+
 
 def rate_curves(curves: RateCurves, link_gbps: float | None = None, called: str = "suspect") -> go.Figure:
     """What the suspect sends and receives, above what its twins do at that time; operators are shaded.
@@ -66,7 +69,7 @@ def rate_curves(curves: RateCurves, link_gbps: float | None = None, called: str 
                 fillcolor=faint(shade) if way == "tx" else None,
                 name=title,
                 showlegend=False,
-                hovertemplate="%{y:.0f} Gbit/s at %{x:.3f} ms<extra>" + title + "</extra>",
+                hovertemplate="%{y:.3~g} Gbit/s at %{x:.3f} ms<extra>" + title + "</extra>",
                 row=row,
                 col=1,
             )
@@ -186,7 +189,7 @@ def node_matrix(pairs: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figur
         xgap=1 if len(labels) <= 64 else 0,
         ygap=1 if len(labels) <= 64 else 0,
         hoverongaps=False,
-        hovertemplate="%{y} to %{x}: %{z:.1f} Gbit/s while sending<extra></extra>",
+        hovertemplate="%{y} to %{x}: %{z:.3~g} Gbit/s while sending<extra></extra>",
         colorbar=scale_bar("rate while sending, Gbit/s"),
     )
     styled(figure, max(300, min(640, 180 + 22 * len(labels))))
@@ -230,6 +233,7 @@ def timeline(bars: pl.DataFrame, first_ns: int, last_ns: int, suspects: Collecti
         [name(row["node"]) + (f" rank {row['rank'][0]}" if len(row["rank"]) == 1 else "") for row in who]
     )
     place = {(row["node"], row["pid"]): label for row, label in zip(who, labels, strict=True)}
+    least_ns = (last_ns - first_ns) / SEEN_BARS
     figure = go.Figure()
     for number, (kind, part) in enumerate(bars.group_by("kind", maintain_order=True)):
         rows = part.sort("begin_ns").to_dicts()
@@ -237,15 +241,18 @@ def timeline(bars: pl.DataFrame, first_ns: int, last_ns: int, suspects: Collecti
             orientation="h",
             y=[place[row["node"], row["pid"]] for row in rows],
             base=[round((row["begin_ns"] - first_ns) / 1e6, 4) for row in rows],
-            x=[round(max(row["end_ns"] - row["begin_ns"], 1) / 1e6, 4) for row in rows],
+            # As wide as can be seen, however short.
+            x=[round(max(row["end_ns"] - row["begin_ns"], least_ns) / 1e6, 4) for row in rows],
             name=name(kind[0]),
             marker={
                 "color": KINDS[number % len(KINDS)],
-                "line": {"width": 0.8, "color": "rgba(255,255,255,0.75)"},
+                "line": {"width": 0.5, "color": "rgba(127,127,127,0.6)"},
             },
             width=0.55,
-            customdata=[[row["count"], row["bytes"] / 1e6] for row in rows],
-            hovertemplate="%{customdata[0]} operators from %{base:.2f} ms for %{x:.2f} ms, "
+            customdata=[
+                [row["count"], row["bytes"] / 1e6, (row["end_ns"] - row["begin_ns"]) / 1e6] for row in rows
+            ],
+            hovertemplate="%{customdata[0]} operators from %{base:.2f} ms for %{customdata[2]:.2f} ms, "
             "%{customdata[1]:.1f} MB sent<extra>%{fullData.name}</extra>",
         )
     marked = {at: labels[at] for at, row in enumerate(who) if row["node"] in suspects}

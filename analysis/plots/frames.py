@@ -265,12 +265,12 @@ def bars(ranks: pl.DataFrame, processes: pl.DataFrame, first_ns: int, last_ns: i
     would be one line on a screen are one, `count` of them.
     """
     begin = pl.coalesce("entry_ns", "call_ns")
-    asked = processes.select(PROCESS).unique(maintain_order=True).with_row_index("place")
+    asked = processes.select(PROCESS).unique(maintain_order=True).with_row_index("order")
     own = (
         ranks.join(asked, on=PROCESS)
         .with_columns(begin_ns=begin, until_ns=pl.max_horizontal("own_end_ns", begin))
         .filter(pl.col("begin_ns") < last_ns, pl.col("until_ns") > first_ns)
-        .sort("place", "begin_ns")
+        .sort("order", "begin_ns")
     )
     near_ns = max(1, (last_ns - first_ns) // SCREEN)
     wide = pl.col("until_ns") - pl.col("begin_ns") > WIDE * near_ns
@@ -293,6 +293,14 @@ def bars(ranks: pl.DataFrame, processes: pl.DataFrame, first_ns: int, last_ns: i
         .select(BARS.names())
         .cast(BARS)
     )
+
+
+def covered_ns(bars: pl.DataFrame, first_ns: int, last_ns: int) -> int:
+    """For how long between these moments any of `bars` (BARS) of one rank lasts."""
+    shown = bars.select(pl.col("begin_ns", "end_ns").clip(first_ns, last_ns)).sort("begin_ns")
+    until = pl.col("end_ns").cum_max()
+    since = pl.max_horizontal("begin_ns", until.shift())
+    return int(shown.select((until - since).sum()).item())
 
 
 def counts(tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:

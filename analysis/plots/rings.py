@@ -19,6 +19,7 @@ from pulse_bpf.analysis.plots.style import (
     scale_bar,
     styled,
 )
+from pulse_bpf.analysis.slow import speed
 
 # More nodes are not told apart on a circle, nor names beside it.
 RING_NODES, RING_NAMES = 48, 24
@@ -46,7 +47,8 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
     figure = go.Figure()
     values = (1 - shown["share"] if stopped else shown["busy"]).fill_null(0.0).fill_nan(0.0)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)  # type: ignore[arg-type]
-    high = max(high, low + ALIKE)
+    if high - low < ALIKE:
+        low, high = 0.0, 1.0
     middles: list[tuple[float, float, float, str]] = []
     notes: list[dict[str, object]] = []
     for edge, value in zip(shown.iter_rows(named=True), values, strict=True):
@@ -68,7 +70,7 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
         }
         notes.append({**arrow, **look, "text": "", "showarrow": True})
         what = f"{1 - value:.0%} sent of the last operator" if stopped else f"sends {value:.0%} of the time"
-        rate = "" if edge["gbps"] is None else f", {edge['gbps']:.0f} Gbit/s while sending"
+        rate = "" if edge["gbps"] is None else f", {speed(edge['gbps'])} while sending"
         hover = f"{name(edge['node'])} to {name(edge['peer_node'])}: {what}{rate}"
         middles.append(((begin[0] + end[0]) / 2, (begin[1] + end[1]) / 2, value, hover))
     if middles:
@@ -101,18 +103,13 @@ def ring(edges: pl.DataFrame, suspects: Collection[str] = ()) -> go.Figure:
         figure.add_scatter(
             x=[at[node][0] for node in here],
             y=[at[node][1] for node in here],
-            text=[f"<b>{name(node, 16)}</b>" if those else name(node, 16) if named else "" for node in here],
+            text=[f"<b>{name(node, 14)}</b>" if those else name(node, 14) if named else "" for node in here],
             hovertext=[name(node) for node in here],
             hoverinfo="text",
             mode="markers+text",
             textposition=[
-                "middle right"
-                if x > 0.3
-                else "middle left"
-                if x < -0.3
-                else "top center"
-                if y > 0
-                else "bottom center"
+                f"{'top' if y > 0.5 else 'bottom' if y < -0.5 else 'middle'} "
+                f"{'right' if x > 0.3 else 'left' if x < -0.3 else 'center'}"
                 for x, y in (at[node] for node in here)
             ],
             marker={"size": 15 if those else 10, "color": colour, "symbol": symbol},

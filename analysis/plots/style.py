@@ -14,8 +14,9 @@ from pulse_bpf.analysis.text import printable
 # Okabe and Ito's colours, which all kinds of colour-blindness tell apart; the first is the suspect's.
 SUSPECT, SENT, RECEIVED, GREY = "#d55e00", "#2a88c4", "#e69f00", "#8a8a8a"
 KINDS = ("#2a88c4", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#d55e00", "#8a8a8a", "#b8a400")
-# Uniform to the eye, also without colour; its bright end is what to look at.
-SCALE = "Cividis"
+# Blue to yellow, always brighter, so that it tells without colour as well; its dark end is still seen on a dark ground,
+# and its bright end is what to look at.
+SCALE = [(0.0, "#3566a6"), (0.45, "#80828a"), (0.8, "#d6bd5f"), (1.0, "#fee838")]
 # For lines, all of which must be seen on either ground.
 LINE_SCALE = [[0.0, "#7fb2d8"], [1.0, SUSPECT]]
 # Of the usual rate, what shines at least.

@@ -18,10 +18,9 @@ HEAD = """# Segmentation: how well operators are cut out of traffic
 
 Made on simulated recordings by
 
-    for each in degradation segmenters speed; do .venv/bin/python benchmarks/analysis/$each.py --doc; done
+    for each in boundaries degradation segmenters speed; do .venv/bin/python benchmarks/analysis/$each.py --doc; done
 
 Each writes its section. Truth is what the simulator did; an operator counts once per direction and peer.
-`benchmarks/analysis/boundaries.py` shows each workload by itself.
 """
 
 

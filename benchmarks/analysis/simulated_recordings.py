@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,10 +36,19 @@ Change = Callable[[Simulated, np.random.Generator], Simulated]
 
 
 def simulated(
-    keep: Path, scenario: str, workload: str, shape: str, seconds: float, bin_us: int, seed: int
+    keep: Path,
+    scenario: str,
+    workload: str,
+    shape: str,
+    seconds: float,
+    bin_us: int,
+    seed: int,
+    source: str = "packets",
+    conditions: Sequence[str] = (),
 ) -> Path:
     """The recording of these, in `keep`: as it is there from an earlier run, or made now."""
-    directory = keep / f"{scenario}-{workload}-{shape}-{seconds:g}-{bin_us}-{seed}"
+    others = "".join(f"-{name}" for name in (source, *conditions) if name != "packets")
+    directory = keep / f"{scenario}-{workload}-{shape}-{seconds:g}-{bin_us}-{seed}{others}"
     if not (directory / "truth.json").exists():
         nodes, gpus = map(int, shape.split("x"))
         shutil.rmtree(directory, ignore_errors=True)
@@ -52,6 +61,8 @@ def simulated(
             workload=workload,
             seconds=seconds,
             bin_us=bin_us,
+            source=source,
+            conditions=conditions,
         )
     return directory
 

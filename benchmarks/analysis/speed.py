@@ -64,9 +64,9 @@ def main() -> None:
     if chosen.task:
         # Loading compiled kernels is a part of starting.
         TASKS[chosen.task](chosen.before)
-        begin, idle_kb = time.process_time(), _most_kb()
+        begin, idle_kb = time.process_time(), most_kb()
         made = TASKS[chosen.task](chosen.keep)
-        print(time.process_time() - begin, idle_kb / 1024, _most_kb() / 1024, made.estimated_size("mb"))
+        print(time.process_time() - begin, idle_kb / 1024, most_kb() / 1024, made.estimated_size("mb"))
         return
     with tempfile.TemporaryDirectory() as scratch:
         keep = chosen.keep or Path(scratch)
@@ -177,7 +177,7 @@ def first_result(directory: Path) -> str:
     return markdown(("rows", "s", "CPU s"), [[f"{rows:,}", f"{wall:.2f}", f"{cpu:.2f}"]])
 
 
-def _most_kb() -> int:
+def most_kb() -> int:
     """The most memory that this process held; that of getrusage begins with what its parent held."""
     (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith("VmHWM:"))
     return int(line.split()[1])

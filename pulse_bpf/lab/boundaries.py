@@ -1,4 +1,4 @@
-"""How far the starts and ends of operators that an analysis derives are from the true ones."""
+"""How far starts, ends and volumes of operators that an analysis derives are from the true ones."""
 
 from __future__ import annotations
 
@@ -73,6 +73,31 @@ def distances(operators: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:
             end_off_ns=pl.col("end_ns") - pl.col("true_end_ns"),
             bin_ns="bin_ns",
         )
+    )
+
+
+def volumes(operators: pl.DataFrame, flows: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:
+    """Each true operator that was found: KEY, `true_bytes`, and `off`, its derived bytes' share above or below these.
+
+    Derived bytes are those without repeats, and without headers where the source counts them, of full packets, as
+    `flows` (attribute.FLOWS) has it. So operators of few packets look too large by what is on the wire.
+    """
+    factors = flows.select(pl.col("flow").alias("flows"), "wire_factor")
+    net = (
+        operators.with_columns(
+            pl.col("flows").list.first(), net=pl.col("bytes") - pl.col("retx_bytes").fill_null(0)
+        )
+        .join(factors, on="flows", how="left")
+        .group_by(KEY)
+        .agg((pl.col("net") / pl.col("wire_factor").fill_null(1.0)).sum())
+    )
+    true_bytes = truth.group_by(KEY).agg(pl.col("bytes").sum().alias("true_bytes"))
+    return (
+        distances(operators, truth)
+        .select(KEY)
+        .join(true_bytes, on=KEY)
+        .join(net, on=KEY)
+        .select(*KEY, "true_bytes", off=pl.col("net") / pl.col("true_bytes") - 1)
     )
 
 

@@ -73,6 +73,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     ):
         if value < least:
             raise UsageError(f"{option} must be at least {least}")
+    if arguments.keep is not None and arguments.keep.is_file():
+        raise UsageError(f"{arguments.keep} is not a directory", "", "Choose a new directory with --keep")
     if arguments.keep is not None and arguments.keep.exists() and any(arguments.keep.iterdir()):
         raise UsageError(f"{arguments.keep} is not empty", "", "Choose a new directory with --keep")
     if arguments.markdown and not os.access(arguments.markdown.parent, os.W_OK):

@@ -8,10 +8,13 @@ import random
 from pathlib import Path
 from typing import Any
 
-from pulse_bpf.errors import OK, UsageError
+from pulse_bpf.errors import OK, HostError, UsageError
 from pulse_bpf.output import write
 
 _WIDEST_BIN_US = 1_000_000
+# NCCL_IB_MAX_QPS: no connection of NCCL has more.
+_MOST_QPS = 128
+_LARGEST_SEED = 2**63 - 1
 
 
 def add_commands(commands: Any) -> None:
@@ -55,38 +58,45 @@ def add_commands(commands: Any) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    from pulse_bpf.lab.sim.identity import MOST_GPUS, MOST_NODES
     from pulse_bpf.lab.sim.simulate import simulate
 
-    for option, value, least in (
-        ("--nodes", arguments.nodes, 1),
-        ("--gpus", arguments.gpus, 1),
-        ("--seed", arguments.seed, 0),
-        ("--qps", arguments.qps, 1),
+    for option, value, least, most in (
+        ("--nodes", arguments.nodes, 1, MOST_NODES),
+        ("--gpus", arguments.gpus, 1, MOST_GPUS),
+        ("--seed", arguments.seed, 0, _LARGEST_SEED),
+        ("--qps", arguments.qps, 1, _MOST_QPS),
+        ("--bin-us", arguments.bin_us, 1, _WIDEST_BIN_US),
     ):
-        if value is not None and value < least:
-            raise UsageError(f"{option} must be at least {least}")
-    if not 1 <= arguments.bin_us <= _WIDEST_BIN_US:
-        raise UsageError(f"--bin-us must be from 1 to {_WIDEST_BIN_US}")
+        if value is not None and not least <= value <= most:
+            raise UsageError(f"{option} must be from {least} to {most}")
     if not 0 < arguments.seconds < 3600:
         raise UsageError("--seconds must be more than 0 and less than 3600")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
-    simulate(
-        arguments.scenario,
-        arguments.output,
-        seed=seed,
-        nodes=arguments.nodes,
-        gpus=arguments.gpus,
-        workload=arguments.workload,
-        severity=arguments.severity,
-        onset=arguments.onset,
-        bin_us=arguments.bin_us,
-        seconds=arguments.seconds,
-        source=arguments.source,
-        conditions=arguments.condition,
-        scale=arguments.scale,
-        qps_per_connection=arguments.qps,
-        pxn=not arguments.no_pxn,
-    )
+    try:
+        simulate(
+            arguments.scenario,
+            arguments.output,
+            seed=seed,
+            nodes=arguments.nodes,
+            gpus=arguments.gpus,
+            workload=arguments.workload,
+            severity=arguments.severity,
+            onset=arguments.onset,
+            bin_us=arguments.bin_us,
+            seconds=arguments.seconds,
+            source=arguments.source,
+            conditions=arguments.condition,
+            scale=arguments.scale,
+            qps_per_connection=arguments.qps,
+            pxn=not arguments.no_pxn,
+        )
+    except (MemoryError, OverflowError) as error:
+        raise HostError(
+            "that is too much to simulate here",
+            str(error),
+            "Choose fewer GPUs, less time or a smaller --scale",
+        ) from error
     write(
         f"{arguments.output}: {arguments.scenario}, seed {seed}; look at it with: pulse analyze {arguments.output}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,16 +35,32 @@ TENANTS = ("healthy-tenant", "congestion")
 
 @dataclass(frozen=True)
 class Table:
-    """All cells are text already. `note` explains what the title does not."""
+    """All cells are text already. `note` explains what the title does not.
+
+    `bars` and `line`: shares by row, which a page draws below the table.
+    """
 
     title: str
     note: str
     columns: list[str]
     rows: list[list[str]]
+    bars: list[float] = field(default_factory=list)
+    line: list[float] = field(default_factory=list)
 
     def markdown(self) -> str:
         lines = [f"## {self.title}", *([self.note] if self.note else []), "", _line(self.columns)]
-        return "\n".join([*lines, _line(["---"] * len(self.columns)), *map(_line, self.rows)])
+        return "\n".join([*lines, _line(["---"] * len(self.columns)), *map(_line, self.rows), *self._chart()])
+
+    def _chart(self) -> list[str]:
+        """The shares as a chart in Mermaid's language, which pages of repositories draw."""
+        if not self.bars:
+            return []
+        names = ", ".join(f'"{row[0]}"' for row in self.rows)
+        chart = ["", "```mermaid", "xychart-beta", f'    title "{self.title}"', f"    x-axis [{names}]"]
+        chart.append('    y-axis "%" 0 --> 100')
+        shares = (("bar", self.bars), ("line", self.line))
+        chart += [f"    {kind} {[round(100 * one, 1) for one in drawn]}" for kind, drawn in shares if drawn]
+        return [*chart, "```"]
 
     def rich(self) -> RichTable:
         table = RichTable(
@@ -174,8 +190,11 @@ def _by_severity(fault_rows: pl.DataFrame, methods: Sequence[str]) -> Table:
         (f"{low} to {high}", (pl.col("severity") >= low) & (pl.col("severity") < high))
         for low, high in pairwise(SEVERITIES)
     ]
-    note = "Faults located to any level, of those that slowed what they touched."
-    return _shares("Recall by severity", note, counted, bands, methods)
+    note = f"Faults located to any level, of those that slowed what they touched. Bars: {methods[0]}."
+    made = _shares("Recall by severity", note, counted, bands, methods)
+    mine = counted.filter(pl.col("method") == methods[0])
+    of_bands = [mine.filter(band) for _, band in bands]
+    return replace(made, bars=[_located(part) / part.height for part in of_bands if part.height])
 
 
 def _by_view(fault_rows: pl.DataFrame, methods: Sequence[str]) -> Table:
@@ -226,24 +245,29 @@ def _conditions(fault_rows: pl.DataFrame, answer_rows: pl.DataFrame, method: str
 
 def _calibration(claim_rows: pl.DataFrame, method: str) -> Table:
     mine = claim_rows.filter(pl.col("method") == method)
-    rows = []
+    rows, right_shares, stated = [], [], []
     for low, high in pairwise(CONFIDENCES):
         here = mine.filter(pl.col("confidence") >= low, pl.col("confidence") < high)
         if here.is_empty():
             continue
         right = int(here["right"].sum())
+        right_shares.append(right / here.height)
+        stated.append(float(here.select(pl.col("confidence").mean()).item()))
         rows.append(
             [
                 f"{low:.0%} to {min(high, 1.0):.0%}",
                 str(here.height),
-                _percent(here.select(pl.col("confidence").mean()).item()),
+                _percent(stated[-1]),
                 _percent(share(right, here.height)),
                 " to ".join(f"{bound:.0%}" for bound in wilson(right, here.height)),
             ]
         )
     columns = ["stated confidence", "claims", "stated on average", "right", "right, 95 % interval"]
-    note = "How often what is said to be broken is, and names no healthy part, beside how sure the answer says it is."
-    return Table(f"How sure {method} may be", note, columns, rows)
+    note = (
+        "How often what is said to be broken is, and names no healthy part, beside how sure the answer says it is. "
+        "Bars: how often it is right; line: how sure it says it is."
+    )
+    return Table(f"How sure {method} may be", note, columns, rows, right_shares, stated)
 
 
 def wilson(right: int, of: int) -> tuple[float, float]:

@@ -49,8 +49,11 @@ def seen(findings: Findings) -> list[tuple[str, str]]:
 def unseen(findings: Findings, recording: Recording) -> list[str]:
     """What was not seen, a line each."""
     coverage = findings.coverage
-    lines = [*findings.missing, *(f"not judged: {why}" for why in coverage["not_judged"])]
-    lines += [f"{size(count)} of traffic: {why}" for why, count in coverage["bytes_unattributed"].items()]
+    others = [why for why in coverage["not_judged"] if why not in findings.missing]
+    lines = [*findings.missing, *(f"not judged: {why}" for why in others)]
+    lines += [
+        f"{size(count)} of traffic: {why}" for why, count in coverage["bytes_unattributed"].items() if count
+    ]
     said = recording["coverage"].explode("unseen").drop_nulls("unseen").group_by("unseen").agg(
         pl.col("node").n_unique(), pl.col("pid").n_unique()
     )  # fmt: skip

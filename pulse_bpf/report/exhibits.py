@@ -12,12 +12,12 @@ import polars as pl
 from pulse_bpf.analysis import plots
 from pulse_bpf.analysis.findings import Finding, Findings
 from pulse_bpf.analysis.load import Recording
-from pulse_bpf.analysis.plots.frames import Grid
+from pulse_bpf.analysis.plots.frames import Grid, covered_ns
 from pulse_bpf.analysis.plots.rates import RateCurves
 from pulse_bpf.analysis.plots.style import ALIKE, place, row_label
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.text import suspect
-from pulse_bpf.report.words import length, size
+from pulse_bpf.report.words import length, rate, size
 
 # Findings whose curves are shown, and rows of a table beside a plot.
 SHOWN, ROWS = 2, 8
@@ -52,8 +52,8 @@ def exhibits(view: plots.View, findings: Findings, recording: Recording) -> list
     line = None if curves[0] is None else curves[0].lines.row(0, named=True)
     comm = first.comm_id if first else None
     alike = plots.family(view.aligned, comm or (line["comm_id"] if line else None))
-    # A NIC is known by the rank that sends through it.
-    rank = line["rank"] if line and first and first.scope == "nic" else None
+    # A NIC is known by the rank that sends through it, and what a GPU computes by the one that sends it.
+    rank = line["rank"] if line and first and first.scope in ("nic", "gpu") else None
     nics = recording["nics"]
     return [
         *(
@@ -110,13 +110,13 @@ def _rates(number: int, finding: Finding | None, cut: RateCurves | None, link_gb
         rows.append(
             (
                 (f"{called}: " if line["suspect"] else "") + f"{place(line)} to {line['peer_node']}",
-                _number(spans["gbps"].median()),
+                rate(spans["gbps"].median()),
                 f"{spans['ended'].sum()} of {spans.height}",
                 length(max(0, begin - cut.first_ns)),
                 size(float(spans["bytes"].sum())),
             )
         )
-    says = "; ".join(f"{who} sends at {gbps} Gbit/s while it sends" for who, gbps, *_ in rows)
+    says = "; ".join(f"{who} sends at {told} while it sends" for who, told, *_ in rows)
     if finding is not None and finding.scope != "network" and partners.any():
         says += "; who exchanges data with it is held up by it, too"
     bare = ", ".join(place(line) for line in cut.lines.filter(~pl.col("sampled")).iter_rows(named=True))
@@ -132,7 +132,7 @@ def _rates(number: int, finding: Finding | None, cut: RateCurves | None, link_gb
         f"{says}. Over {length(cut.last_ns - cut.first_ns)}; solid: what is sent, dotted: what is received, boxes: "
         f"operators from their start to their end (open where they never ended).{source}"
     )
-    columns = ("flow", "Gbit/s while sending", "operators ended", "first begins after", "sent")
+    columns = ("flow", "rate while sending", "operators ended", "first begins after", "sent")
     return Exhibit(name, title, says, figure, columns, rows)
 
 
@@ -187,14 +187,14 @@ def _slow(view: plots.View, alike: list[str], nodes: set[str], rank: int | None)
     grid = plots.grid(cells, "min")
     usual = np.array([np.nanmedian(row) if np.isfinite(row).any() else np.nan for row in grid.values])
     order = np.argsort(np.nan_to_num(usual, nan=np.inf))[:ROWS]
-    rows = [(_label(grid, at), f"{usual[at]:.1f}", f"{np.nanmin(grid.values[at]):.1f}") for at in order]
+    rows = [(_label(grid, at), rate(usual[at]), rate(np.nanmin(grid.values[at]))) for at in order]
     says = (
         f"The rate at which each {_what(grid)} sends, pauses left out, to its slowest peer. Slowest at the median: "
-        f"{rows[0][0]} with {rows[0][1]} Gbit/s, of all {_number(float(np.nanmedian(usual)))}. In a ring those behind "
+        f"{rows[0][0]} with {rows[0][1]}, of all {rate(np.nanmedian(usual))}. In a ring those behind "
         f"a slow sender pass on what they get at its rate. {_axes(grid, alike)}"
     )
     figure = plots.heat_map(grid, "rate while sending", "Gbit/s", "low", nodes, rank)
-    return Exhibit("slow", title, says, figure, ("rank", "median, Gbit/s", "least, Gbit/s"), rows)
+    return Exhibit("slow", title, says, figure, ("rank", "median", "least"), rows)
 
 
 def _what(grid: Grid) -> str:
@@ -226,7 +226,7 @@ def _ring(view: plots.View, alike: list[str], finding: Finding | None, nodes: se
         ROWS
     )
     rows = [
-        (edge["node"], edge["peer_node"], _percent(edge[by]), _number(edge["gbps"]), size(edge["bytes"]))
+        (edge["node"], edge["peer_node"], _percent(edge[by]), rate(edge["gbps"]), size(edge["bytes"]))
         for edge in shown.iter_rows(named=True)
     ]
     what = "sent of the last operator" if stopped else "of the time sending"
@@ -253,7 +253,12 @@ def _ring(view: plots.View, alike: list[str], finding: Finding | None, nodes: se
     if nic is not None:
         says += f" Through the NICs named {nic}."
     return Exhibit(
-        "ring", title, says, plots.ring(edges, nodes), ("from", "to", what, "Gbit/s", "sent"), rows
+        "ring",
+        title,
+        says,
+        plots.ring(edges, nodes),
+        ("from", "to", what, "rate while sending", "sent"),
+        rows,
     )
 
 
@@ -264,17 +269,17 @@ def _matrix(view: plots.View, nodes: set[str]) -> Exhibit:
     if known.is_empty():
         return Exhibit("matrix", title, "No rate between two nodes is known.")
     rows = [
-        (row["node"], row["peer_node"], row["nic"] or "", f"{row['gbps']:.1f}", size(row["bytes"]))
+        (row["node"], row["peer_node"], row["nic"] or "", rate(row["gbps"]), size(row["bytes"]))
         for row in known.head(ROWS).iter_rows(named=True)
     ]
     says = (
         f"The usual rate while sending of the slowest pair of NICs between each two of {len({*pairs['node']})} nodes. "
-        f"The slowest: {rows[0][0]} to {rows[0][1]} by {rows[0][2]}, {rows[0][3]} Gbit/s; at the median "
-        f"{_number(known['gbps'].median())}. Empty where nothing was sent."
+        f"The slowest: {rows[0][0]} to {rows[0][1]} by {rows[0][2]}, {rows[0][3]}; at the median "
+        f"{rate(known['gbps'].median())}. Empty where nothing was sent."
     )
     figure = plots.node_matrix(pairs, nodes)
     return Exhibit(
-        "matrix", title, says, figure, ("from", "to", "slowest NIC", "Gbit/s while sending", "sent"), rows
+        "matrix", title, says, figure, ("from", "to", "slowest NIC", "rate while sending", "sent"), rows
     )
 
 
@@ -325,24 +330,22 @@ def _timeline(
     rows = []
     for (node, _), part in bars.partition_by(*PROCESS, as_dict=True, maintain_order=True).items():
         kinds = part.group_by("kind").agg(pl.col("count").sum()).sort("kind")
-        busy = int((part["end_ns"] - part["begin_ns"]).sum())
+        begun = max(0, int(part["begin_ns"].min()) - first_ns)  # type: ignore[arg-type]
+        busy = covered_ns(part, first_ns, last_ns)
         told = ", ".join(f"{count} {kind}" for kind, count in kinds.iter_rows())
         who = f"{node} rank {part['rank'][0]}" if part["rank"].n_unique() == 1 else str(node)
-        begin_ns = max(0, int(part["begin_ns"].min()) - first_ns)  # type: ignore[arg-type]
-        rows.append((who, told, length(begin_ns), length(busy)))
+        rows.append((who, told, f"after {length(begun)}" if begun else "before", length(busy)))
     says = (
         f"{length(last_ns - first_ns)} of the suspect and its twins: each bar is an operator, "
         "from the first byte that the rank sends to its end there. "
-        + "; ".join(
-            f"{who} begins after {begins} and is in operators for {busy}" for who, _, begins, busy in rows
-        )
+        + "; ".join(f"{who} begins {begins} and is in operators for {busy}" for who, _, begins, busy in rows)
         + "."
     )
     if finding is None:
         says = says.replace("the suspect and its twins", "the same ranks")
     figure = plots.timeline(bars, first_ns, last_ns, nodes)
     return Exhibit(
-        "timeline", title, says, figure, ("rank", "operators", "first begins after", "in operators"), rows
+        "timeline", title, says, figure, ("rank", "operators", "first begins", "in operators"), rows
     )
 
 
@@ -384,10 +387,6 @@ def _counters(view: plots.View, nodes: set[str]) -> Exhibit:
     )
     columns = ("counter", "suspect's ports, most", "other ports that counted, median", "most of all", "where")
     return Exhibit("counters", title, says, plots.counters(counts, nodes), columns, rows)
-
-
-def _number(value: object) -> str:
-    return "an unknown number of" if value is None else f"{value:,.1f}"
 
 
 def _count(value: float | None) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import isnan
+from typing import Any
+
 import polars as pl
 
 from pulse_bpf.analysis.clock_offsets import ONE_CLOCK_NS
 from pulse_bpf.analysis.findings import Finding, Findings
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.seen import MAX_INCOMPLETE, MAX_LOST, MAX_UNATTRIBUTED, MIN_JUDGED
+from pulse_bpf.analysis.slow import speed
 from pulse_bpf.analysis.text import suspect
 
 MEANING = {
@@ -128,3 +132,8 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def rate(gbps: Any) -> str:
+    """A rate in Gbit/s with a fitting unit; None and NaN are unknown."""
+    return "an unknown rate" if gbps is None or isnan(gbps) else speed(gbps)

@@ -21,7 +21,7 @@ from pulse_bpf.lab.sim.clocks import EPOCH_NS, wall_ns
 from pulse_bpf.lab.sim.identity import Identity, generator, identify
 from pulse_bpf.lab.sim.model import Array, Cluster, Incident, Job, Network, Result, Settings
 from pulse_bpf.lab.sim.options import Options
-from pulse_bpf.store import RecordingWriter
+from pulse_bpf.store import RecordingWriter, write_file
 
 
 def write(
@@ -88,14 +88,14 @@ def write(
     writer.close()
 
     merged = program.operators(whole, ops)
-    true.operators(merged, result, network, cluster, settings, identity).write_parquet(
-        writer.root / "truth_operators.parquet"
-    )
-    true.calls_table(whole, cluster).write_parquet(writer.root / "truth_calls.parquet")
+    happened = true.operators(merged, result, network, cluster, settings, identity)
+    write_file(writer.root / "truth_operators.parquet", happened.write_parquet)
+    write_file(writer.root / "truth_calls.parquet", true.calls_table(whole, cluster).write_parquet)
     content = true.content(truth, result, network, cluster, identity)
     unseen = [name for name, has in zip(identity.nodes, identity.recorded, strict=True) if not has]
     content |= {"collected": asdict(options), "missing_nodes": unseen}
-    (writer.root / "truth.json").write_text(json.dumps(content, indent=1))
+    text = json.dumps(content, indent=1)
+    write_file(writer.root / "truth.json", lambda path: path.write_text(text))
 
 
 def _seconds(frame: pl.DataFrame, time: str) -> list[pl.DataFrame]:

@@ -112,7 +112,7 @@ void arrived_due(struct engine *e, int32_t connection, uint32_t number) {
     struct slice *slice = &c->slices[number % SLICES];
     struct moved *moved = (struct moved *)e->out->moved.data + slice->moved;
     moved->last_rx_ns = e->now;
-    moved->bytes += (uint64_t)slice->bytes;
+    moved->bytes += slice->bytes;
     count_control(e, flow_of(c, number), 1, e->now, 0, 1);
     slice->parts = NONE;
     /* Over several queue pairs a later slice may come first. */

@@ -98,8 +98,7 @@ struct PACKED task_times {
 };
 struct PACKED moved {
     int32_t call, recv_call, connection;
-    uint64_t bytes;
-    double first_tx_ns, last_tx_ns, first_rx_ns, last_rx_ns;
+    double bytes, first_tx_ns, last_tx_ns, first_rx_ns, last_rx_ns;
 };
 
 struct array {

@@ -19,6 +19,8 @@ PORT = 1
 # mlx5 hands out queue pair numbers upwards; what a freshly booted host has used by then.
 _FIRST_QPN = 200
 _TENANT_PID = 900_000
+# As many nodes, and GPUs of a node, as `gid` has addresses for.
+MOST_NODES, MOST_GPUS = 250 * 256, 256
 
 ENDS = pl.Schema(
     {

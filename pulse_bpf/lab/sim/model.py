@@ -224,7 +224,7 @@ MOVED = np.dtype(
         ("call", "i4"),
         ("recv_call", "i4"),
         ("connection", "i4"),
-        ("bytes", "u8"),
+        ("bytes", "f8"),  # of a protocol with flags no whole number
         ("first_tx_ns", "f8"),
         ("last_tx_ns", "f8"),
         ("first_rx_ns", "f8"),

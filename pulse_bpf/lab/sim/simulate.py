@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from polars.exceptions import PolarsError
 
-from pulse_bpf.errors import HostError, UsageError
+from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim import collect, engine, nccl, twins, workloads
 from pulse_bpf.lab.sim.clocks import clocks
 from pulse_bpf.lab.sim.fabric import Fabric
@@ -28,6 +27,8 @@ from pulse_bpf.store import RecordingWriter
 HEALTHY = "healthy"
 # The job runs for so long before the recording begins, which does not wait for the start of an iteration.
 _BEFORE_NS = (100e6, 200e6)
+# Between two looks whether Ctrl-C was pressed.
+_STEP_S = 0.1
 
 
 def simulate(
@@ -55,7 +56,7 @@ def simulate(
     are not, for what does not fit together and for an output in use, HostError when the engine cannot be compiled
     or nothing written: then there is no output.
     """
-    writer = RecordingWriter(output)
+    RecordingWriter(output)  # refuses an output in use before anything runs
     if scenario not in SCENARIOS:
         raise UsageError(f"there is no scenario {scenario}", "", "See what there is: pulse lab scenarios")
     chosen = SCENARIOS[scenario]
@@ -88,30 +89,38 @@ def simulate(
             end_ns=end_ns,
         )
 
-    def run(what: Prepared, settings: Settings = settings, awaited: engine.Awaited | None = None) -> Result:
-        return engine.run(what.network, what.job, what.calls, what.incident, settings, cluster, awaited)
+    runs: list[engine.Awaited] = []
+
+    def start(what: Prepared, settings: Settings = settings) -> Future[Result]:
+        runs.append(engine.Awaited(what.calls))
+        machines = what.network, what.job, what.calls, what.incident
+        return threads.submit(engine.run, *machines, settings, cluster, runs[-1])
 
     faulty = prepared(scenario, chosen.severity if severity is None else severity, onset or chosen.onsets[0])
     found = [asdict(fault) for fault in faulty.faults]
     healthy = all(fault.scope == "workload" for fault in faulty.faults)
     elsewhere = moved(faulty)
     with ThreadPoolExecutor() as threads:  # the engine does not hold Python's lock
-        running = threads.submit(run, faulty)
-        slowing = [fault for fault in faulty.faults if fault.kind not in twins.STOPS]
-        if not healthy and slowing:
-            usual = prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0])
-            # Of the twin only its operators' times are looked at, none of its samples; and of operators that the
-            # faulty job has not come to, nothing.
-            awaited = engine.Awaited(usual.calls)
-            twin = threads.submit(run, usual, replace(settings, record_ns=end_ns), awaited)
-            neighbour = threads.submit(run, replace(faulty, incident=elsewhere)) if elsewhere else None
-            awaited.tell(twins.compared(slowing, running.result(), faulty, cluster))
-            for told, fault in zip(found, faulty.faults, strict=True):
-                if fault.kind not in twins.STOPS:
-                    told["effect"] = twins.effect(fault, running.result(), twin.result(), faulty, cluster)
-            if neighbour and twins.alike(running.result(), neighbour.result()):
-                found[0]["indistinguishable_from"] = [_other_end(faulty.faults[0], cluster)]
-    result = running.result()
+        try:
+            running = start(faulty)
+            slowing = [fault for fault in faulty.faults if fault.kind not in twins.STOPS]
+            if not healthy and slowing:
+                usual = prepared(HEALTHY, SCENARIOS[HEALTHY].severity, SCENARIOS[HEALTHY].onsets[0])
+                # Of the twin only its operators' times are looked at, none of its samples; and of operators that
+                # the faulty job has not come to, nothing.
+                twin, awaited = start(usual, replace(settings, record_ns=end_ns)), runs[-1]
+                neighbour = start(replace(faulty, incident=elsewhere)) if elsewhere else None
+                awaited.tell(twins.compared(slowing, _ended(running), faulty, cluster))
+                for told, fault in zip(found, faulty.faults, strict=True):
+                    if fault.kind not in twins.STOPS:
+                        told["effect"] = twins.effect(fault, _ended(running), _ended(twin), faulty, cluster)
+                if neighbour and twins.alike(_ended(running), _ended(neighbour)):
+                    found[0]["indistinguishable_from"] = [_other_end(faulty.faults[0], cluster)]
+            result = _ended(running)
+        except BaseException:  # also Ctrl-C: nobody waits for what still runs
+            for each in runs:
+                each.tell(np.zeros(len(each.calls), bool))
+            raise
     truth = {
         "scenario": scenario,
         "seed": seed,
@@ -119,6 +128,7 @@ def simulate(
         "workload": workload,
         "faults": found,
     }
+    writer = RecordingWriter(output)  # again: somebody else may have written there meanwhile
     try:
         collect.write(
             writer,
@@ -132,11 +142,16 @@ def simulate(
             truth,
             faulty.incident,
         )
-    except BaseException as error:  # also Ctrl-C
+    except BaseException:  # also Ctrl-C
         shutil.rmtree(output, ignore_errors=True)
-        if isinstance(error, (OSError, PolarsError)):  # of the truth files
-            raise HostError(f"cannot write to {output}", str(error).splitlines()[0]) from error
         raise
+
+
+def _ended(run: Future[Result]) -> Result:
+    """The result of `run`, waited for in steps: with polars' handler of signals Ctrl-C does not end a wait."""
+    while not run.done():
+        wait([run], timeout=_STEP_S)
+    return run.result()
 
 
 def _other_end(fault: Fault, cluster: Cluster) -> dict[str, Any]:

@@ -33,7 +33,10 @@ def elephants(
     The flows end at `dst_nic`, or, where that is NONE, at another NIC outside that is never too slow. NICs outside
     are numbered after those of the cluster, and have one link each.
     """
-    count, outside = len(gbps), int(max(network.links["nic"].max(), network.flows["dst_nic"].max())) + 1
+    count, outside = (
+        len(gbps),
+        int(max(network.links["nic"].max(), network.flows["dst_nic"].max(initial=NONE))) + 1,
+    )
     ports = np.zeros(count, LINK)
     ports["gbps"], ports["stage"], ports["nic"] = gbps, Stage.SENDER, outside + np.arange(count)
     if dst_nic == NONE:

@@ -59,7 +59,8 @@ def _pcc(part: Rows, identity: Identity, settings: Settings) -> dict[str, pl.Dat
     units = (_wire_bytes(part) + UNIT_BYTES - 1) // UNIT_BYTES
     shown = np.flatnonzero(_sent(part) & (units > 0))
     columns = {"end": part.end, "t_ns": part.columns["t_ns"], "bytes": units * UNIT_BYTES}
-    sent = pl.DataFrame({name: column[shown] for name, column in columns.items()} | {"tx": True})
+    sent = pl.DataFrame({name: column[shown] for name, column in columns.items()})
+    sent = sent.with_columns(tx=pl.lit(True))
     return {"samples": _named(sent, identity, "pcc", settings.bin_ns)}
 
 

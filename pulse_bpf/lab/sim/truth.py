@@ -72,7 +72,7 @@ def operators(
         .agg(
             pl.col("start_ns").min(),
             pl.when(pl.col("end_ns").null_count() == 0).then(pl.col("last_ns").max()).alias("end_ns"),
-            pl.col("bytes").sum(),
+            pl.col("bytes").sum().round(),
         )
     )
     collectives = calls.filter(~pl.col("two_sided")).select("gpu", "comm", "nccl_seq", *_OF_OPERATOR)

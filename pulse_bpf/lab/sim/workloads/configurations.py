@@ -128,7 +128,7 @@ def scale_model(model: Model, size: Size, tokens_per_gpu: float, layers_multiple
             f"scale {size.scale} of a model", "it must be above 0", "Use 1.0 for the published model"
         )
     scale = size.scale or min(1.0, LAB_ITERATION_NS / model.training_ns(tokens_per_gpu))
-    layers = math.ceil(model.layers * scale / layers_multiple - 1e-9) * layers_multiple
+    layers = max(1, math.ceil(model.layers * scale / layers_multiple - 1e-9)) * layers_multiple
     width = (model.layers * scale / layers) ** 0.5
     hidden = max(128, round(model.hidden * width / 128) * 128)
     return replace(

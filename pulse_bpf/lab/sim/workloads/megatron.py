@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pulse_bpf.errors import UsageError
 from pulse_bpf.lab.sim.model import NONE, Cluster, Job, Kind
 from pulse_bpf.lab.sim.workloads import schedule
 from pulse_bpf.lab.sim.workloads.configurations import Model, Size, find_model, scale_model
@@ -62,6 +63,10 @@ def build(
 ) -> Job:
     """`BATCHES_PER_STAGE` micro batches per stage, laid out by pipeline_layout; UsageError as of workloads.build."""
     layout = pipeline_layout(cluster)
+    if variation.interleaved and layout.pipeline == 1:
+        raise UsageError(
+            "no interleaved pipeline", "all GPUs are one stage, which would send to itself", "Use more nodes"
+        )
     chunks = CHUNKS if variation.interleaved else 1
     batches = BATCHES_PER_STAGE * layout.pipeline
     full = find_model(size, "gpt3-175b")

@@ -1,18 +1,13 @@
-"""Flows beside the truth of a simulated recording: how many bytes are attributed rightly, wrongly and not at all.
-
-`python tests/owners.py RECORDING...` prints a line for each.
-"""
+"""Flows beside the truth of a simulated recording: how many bytes are attributed rightly, wrongly and not at all."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import polars as pl
 
 from pulse_bpf.analysis import attribute
-from pulse_bpf.analysis.load import load
+from pulse_bpf.analysis.load import Recording
 
 
 @dataclass(frozen=True)
@@ -36,17 +31,14 @@ class Owners:
     bytes: int
 
 
-def compare(directory: Path) -> Owners:
-    """The attribution of the recording in `directory` beside its truth_operators.parquet."""
-    recording = load([directory])
+def compare(recording: Recording, flows: pl.DataFrame, truth: pl.DataFrame) -> Owners:
+    """The `flows` (attribute.FLOWS) of a recording beside its `truth` (truth_operators.parquet)."""
     rows = attribute.samples(recording, recording.lives)
-    flows = attribute.flows(recording)
     sizes = rows.group_by("flow").agg(pl.col("bytes").sum())
     # A row of a collective also lists the queue pairs that serve point-to-point calls of the same two processes.
     pairs = pl.col("kind").is_in(["Send", "Recv", "Group"])
-    truth = (
-        pl.read_parquet(directory / "truth_operators.parquet")
-        .explode("flows")
+    true = (
+        truth.explode("flows")
         .group_by(pl.col("flows").alias("flow"))
         .agg(
             pl.col("comm_id").first().alias("true_comm"),
@@ -56,7 +48,7 @@ def compare(directory: Path) -> Owners:
         )
     )
     recorded = recording["nodes"]["node"].to_list()
-    found = sizes.join(flows, on="flow", how="left").join(truth, on="flow", how="left")
+    found = sizes.join(flows, on="flow", how="left").join(true, on="flow", how="left")
     ours, known = pl.col("true_comm").is_not_null(), pl.col("comm_id").is_not_null()
     same_comm, unpaired = pl.col("comm_id") == pl.col("true_comm"), pl.col("peer_node").is_null()
     right = same_comm & (
@@ -80,17 +72,3 @@ def compare(directory: Path) -> Owners:
         int(found.filter(~ours & known)["bytes"].sum()),
         int(found.filter(ours)["bytes"].sum()),
     )
-
-
-if __name__ == "__main__":
-    for recorded in sys.argv[1:]:
-        found = compare(Path(recorded))
-        shares = {
-            "right": found.right,
-            "wrong": found.wrong,
-            "unpaired": found.unpaired,
-            "caller": found.caller,
-            "caller wrong": found.caller_wrong,
-        }
-        words = " ".join(f"{name} {share:8.3%}" for name, share in shares.items())
-        print(f"{Path(recorded).name:28} {words} of {found.bytes} foreign {found.foreign}", flush=True)
