@@ -18,9 +18,12 @@ from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import marks
 from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.twins import LEAST_BYTES, TWO_SIDED
 
 # Evidence of a port that needs no other to compare with.
 ALONE = ("ceiling_gbps", "packet_seq_err")
+# Evidence of a machine that is late, which may have waited for another.
+LATE = "start_lag_ns"
 # Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
 MUCH_UNSEEN = 0.3
 # So many machines are at fault at once, and no more.
@@ -50,9 +53,11 @@ def find_causes(
     found, unexplained = _causes(aligned, flows, tables, signals, one_clock)
     found = behind_ports(aligned, found)
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
-    blind = _beside_unseen(aligned)
+    blind, waits = _beside_unseen(aligned)
     unsure = [
-        blind & {item.node, *(item.nodes or ())} and item.evidence[0].metric not in ALONE for item in found
+        (blind & {item.node, *(item.nodes or ())} and item.evidence[0].metric not in ALONE)
+        or (item.node in waits and item.evidence[0].metric == LATE)
+        for item in found
     ]
     return [
         replace(item, confidence=0.4) if beside else item for item, beside in zip(found, unsure, strict=True)
@@ -110,9 +115,10 @@ def _causes(
     return found, unexplained
 
 
-def _beside_unseen(aligned: pl.DataFrame) -> set[str]:
-    """The nodes none of whose traffic was seen, by whatever name, and those that exchange much with one of them."""
-    moved = aligned.select("level", "direction", "node", "peer_node", "bytes").filter(
+def _beside_unseen(aligned: pl.DataFrame) -> tuple[set[str], set[str]]:
+    """The nodes none of whose traffic was seen, by whatever name, and those that exchange much with one of them; and
+    those with an exchange in pairs with one, for which they wait however small it is."""
+    moved = aligned.select("level", "direction", "node", "peer_node", "bytes", "kind", "op_bytes").filter(
         pl.col("level") == "flow", pl.col("bytes") > 0
     )
     # Without a side that receives, what the unseen send is unknown, and taken to be as much as what is sent to them.
@@ -122,4 +128,8 @@ def _beside_unseen(aligned: pl.DataFrame) -> set[str]:
         share=pl.col("bytes").filter(unseen).sum() / pl.col("bytes").sum()
     )
     beside = shares.filter(pl.col("share") >= MUCH_UNSEEN)["node"]
-    return {*beside, *pairs.filter(unseen)["peer_node"].drop_nulls()}
+    pairwise = pl.col("kind").is_in([*TWO_SIDED, "Group"]) & (
+        pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES
+    )
+    waits = moved.filter(unseen & pairwise)["node"]
+    return {*beside, *pairs.filter(unseen)["peer_node"].drop_nulls()}, set(waits)

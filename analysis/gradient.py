@@ -24,8 +24,9 @@ SLICE, FORWARDED = 0.33, 0.4
 MOST_HELD = 64 * 2**20
 # A node that took so much of the rise more than it sent: its proxies filled its buffers after its GPU had stopped.
 TAKEN = 0.2
-# With a process only the channels through its own NIC stop at once: in the others no node is behind.
-LEVEL = 0.1
+# With a process only the channels through its own NIC stop at once: in the others no node is behind, or by less. A GPU
+# stops in all alike.
+LEVEL, ALIKE = 0.1, 0.8
 
 # Of a tree's operator, shares sent that are none, and from which on a node surely joined or differs from another.
 NOTHING, JOINED = 0.002, 0.03
@@ -70,7 +71,7 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
     error = _difference_of_ends(members, sent, since)
     if error is not None and second - low < ERRORS * error and third - low < ERRORS * error:
         return None
-    if rise < LEAST_RISE or not _rises(sent, nodes):
+    if rise < LEAST_RISE or not _rises(sent):
         return None
     stuck = _all_stuck(sent)
     ends = _ends(sent, stuck)
@@ -115,7 +116,10 @@ def _ends(sent: pl.DataFrame, stuck: bool) -> list[str]:
     if several and stuck:
         return [least] if second - low >= MARGIN * rise else [least, str(nodes["node"][1])]
     spread = sent.with_columns(spread=(pl.col("bytes").max() - pl.col("bytes").min()).over("nic"))
-    lane = spread.filter(pl.col("spread") == pl.col("spread").max()).sort("bytes")
+    apart = spread.filter(pl.col("spread") >= LEVEL * pl.col("spread").max())
+    if not all(_rises(lane) for _, lane in apart.group_by("nic")):
+        return _ends_of_process(apart, MARGIN * float(apart["spread"].max()))  # type: ignore[arg-type]
+    lane = apart.filter(pl.col("spread") == pl.col("spread").max()).sort("bytes", *EDGE)
     start, end, lowest_bytes = str(lane["node"][0]), str(lane["peer_node"][0]), float(lane["bytes"][0])
     into = lane.filter(pl.col("peer_node") == start)["bytes"]
     out = lane.filter(pl.col("node") == end)["bytes"]
@@ -128,6 +132,24 @@ def _ends(sent: pl.DataFrame, stuck: bool) -> list[str]:
     if before <= after or after >= FORWARDED * before:
         return [start]
     return [end] if after <= SLICE * before else [start, end]
+
+
+def _ends_of_process(apart: pl.DataFrame, margin: float) -> list[str]:
+    """The node of the process into which and out of which the least went, or of the two that differ by less.
+
+    A ring may leave a node by another NIC than the one it came in by. Then each NIC has edges of two rings, and what
+    stops with a process is what one of them brings to it, and what the other takes from it.
+    """
+    both = pl.concat(
+        [
+            apart.select("node", "rank", "bytes"),
+            apart.select(node="peer_node", rank="peer_rank", bytes="bytes"),
+        ]
+    )
+    ranks = both.group_by("node", "rank").agg(pl.col("bytes").sum(), pl.len()).filter(pl.col("len") == 2)
+    nodes = ranks.group_by("node").agg(pl.col("bytes").min()).sort("bytes", "node").head(2)
+    clear = nodes.height == 1 or nodes["bytes"][1] - nodes["bytes"][0] >= margin
+    return nodes["node"].to_list()[: 1 if clear else 2]
 
 
 def least_of_tree(members: pl.DataFrame, part: pl.DataFrame) -> list[tuple[str, int]]:
@@ -170,9 +192,9 @@ def least_of_tree(members: pl.DataFrame, part: pl.DataFrame) -> list[tuple[str, 
 
 
 def _all_stuck(sent: pl.DataFrame) -> bool:
-    """Whether the nodes differ on every NIC, as when the kernel of all channels stands still."""
+    """Whether the nodes differ alike on every NIC, as when the kernel of all channels stands still."""
     spread = sent.group_by("nic").agg(pl.col("bytes").max() - pl.col("bytes").min())["bytes"]
-    return bool((spread >= LEVEL * float(spread.sort()[-1])).all())
+    return bool((spread >= ALIKE * float(spread.sort()[-1])).all())
 
 
 def _edges(members: pl.DataFrame, direction: str) -> pl.DataFrame:
@@ -216,11 +238,12 @@ def _difference_of_ends(members: pl.DataFrame, sent: pl.DataFrame, since: int | 
     return float(both.group_by("node").agg(off.alias("off"))["off"].max() or 0)  # type: ignore[arg-type]
 
 
-def _rises(sent: pl.DataFrame, nodes: pl.DataFrame) -> bool:
+def _rises(sent: pl.DataFrame) -> bool:
     """Whether the sums rise from the lowest node along the ring to one highest and fall back, as they must.
 
     Where the rings of different channels pass the nodes in different orders there is nothing to check.
     """
+    nodes = sent.group_by("node").agg(pl.col("bytes").sum()).sort("bytes", "node")
     after = (
         sent.group_by("node").agg(pl.col("peer_node").unique()).filter(pl.col("peer_node").list.len() == 1)
     )

@@ -9,7 +9,7 @@ import polars as pl
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.gradient import Lowest, is_ring, least_of_tree, lowest
 from pulse_bpf.analysis.silence import activity
-from pulse_bpf.analysis.waits import Process, Waits, direct
+from pulse_bpf.analysis.waits import Process, Waits, direct, few_ends
 
 PROCESS = ["node", "pid"]
 TWO_SIDED = ["Group", "Send", "Recv"]
@@ -27,6 +27,7 @@ STALLED = 2.0
 MIXED = 0.25
 # Bins from which on several operators are in one.
 COARSE_NS = 5_000_000
+RECEIVES_NOTHING = (pl.col("kind") == "Recv") & (pl.col("edges").list.len() == 0)
 # Stands for the node of a rank that nothing was recorded of.
 UNRECORDED = "?"
 
@@ -201,16 +202,13 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
     transfers: list[tuple[str, pl.DataFrame, pl.DataFrame]] = []
     for (comm,), part in sorted(first.group_by("comm_id"), key=lambda item: str(item[0])):
         members = job.filter(pl.col("comm_id") == comm)
-        # Collectives among them tie the steps of all ranks together: who is at a later one has passed the earlier.
-        if part["step"].null_count() == 0 and not members["kind"].drop_nulls().is_in(TWO_SIDED).all():
-            earliest = part.filter(pl.col("step") == pl.col("step").min())
-            part = earliest if earliest.height > 1 else part
         together = not part["kind"].is_in([*TWO_SIDED, "AlltoAll"]).any() and members["node"].n_unique() > 2
         if together and elsewhere.filter(pl.col("comm_id") == comm).height:
             continue
         if not together:
             transfers.append((str(comm), part, members))
             continue
+        part = _earliest(members, part)
         if not _whole(members):
             last = [(UNRECORDED, 0)]
         elif is_ring(members):
@@ -224,18 +222,31 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
         for process in part.select(PROCESS).iter_rows():
             for on in last:
                 waits.add(process, on, True)
-    later = [_out_of_order(members, part) for _, part, members in transfers]
+    orderly = [_in_order(members, part) for _, part, members in transfers]
     ranks = [part.height for _, part, _ in transfers]
-    for (comm, part, members), off in zip(transfers, later, strict=True):
-        mixed = 2 * off > part.height or sum(later) > MIXED * sum(ranks) or _coarse(members)
-        if mixed or not direct(waits, part, _places(members), BEGUN, UNRECORDED):
+    later = [count - part.height for count, part in zip(ranks, orderly, strict=True)]
+    mute: set[Process] = set()
+    holding: set[str] = set()
+    for (comm, whole, members), part, off in zip(transfers, orderly, later, strict=True):
+        mixed = off > part.height or sum(later) > MIXED * sum(ranks) or _coarse(members) or _astray(members)
+        before = set(waits.held)
+        if (mixed and not few_ends(whole)) or not direct(
+            waits, _earliest(members, part), _places(members), BEGUN, UNRECORDED
+        ):
             unclear.append(f"the operators of communicator {comm} could not be told apart well")
+        elif whole["kind"].is_in(TWO_SIDED).any():
+            holding |= {on[0] for _, on in waits.held - before}
+            mute |= set(whole.filter(RECEIVES_NOTHING).select(PROCESS).iter_rows())
     for group in _local(job):
         waits.add_local(group & set(waits.on))
     ends = waits.ends(_life(job, first))
     nodes = sorted({node for end in ends for node, _ in end})
-    if UNRECORDED in nodes:
-        return "what it waits for may be a rank that was not recorded"
+    # A receive to which nothing came waits on its sender, whichever that is, unless its machine holds up a transfer.
+    unknown = any(end <= mute and not holding & {node for node, _ in end} for end in ends)
+    if UNRECORDED in nodes or unknown:
+        return (
+            "what it waits for may be a rank that was not recorded, or a transfer of which nothing was seen"
+        )
     if not nodes:
         return "; ".join(unclear) or "nobody is seen to wait on anybody"
     if len(nodes) > max(1, job["node"].n_unique() // 2):
@@ -264,8 +275,27 @@ def _coarse(members: pl.DataFrame) -> bool:
     )
 
 
-def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> int:
-    """How many ranks sent bytes of later operators than the first pending one: then it is not pending.
+def _astray(members: pl.DataFrame) -> bool:
+    """Whether most ranks of a communicator never moved a byte in it, each alone on its node: others had their bytes."""
+    if members["node"].n_unique() < members["rank"].n_unique():
+        return False
+    moved = members.filter(pl.col("level") == "flow", pl.col("bytes") > 0)
+    return 2 * moved["rank"].n_unique() < members["rank"].n_unique()
+
+
+def _earliest(members: pl.DataFrame, part: pl.DataFrame) -> pl.DataFrame:
+    """Those of a communicator's first pending operators that hold up the others of them.
+
+    Collectives among them tie the steps of all ranks together: who is at a later one has passed the earlier.
+    """
+    if part["step"].null_count() or members["kind"].drop_nulls().is_in(TWO_SIDED).all():
+        return part
+    earliest = part.filter(pl.col("step") == pl.col("step").min())
+    return earliest if earliest.height > 1 else part
+
+
+def _in_order(members: pl.DataFrame, part: pl.DataFrame) -> pl.DataFrame:
+    """`part` without ranks that sent bytes of later operators than the first pending one: then it is not pending.
 
     Operators of one communicator follow each other. Rings are looked at by their sums, whatever operator they are in.
     """
@@ -281,7 +311,7 @@ def _out_of_order(members: pl.DataFrame, part: pl.DataFrame) -> int:
         .join(part.select(*PROCESS, "program_pos"), on=PROCESS)
         .filter(pl.col("moved") > pl.col("program_pos"))
     )
-    return later.height
+    return part.join(later, on=PROCESS, how="anti", maintain_order="left")
 
 
 def _local(job: pl.DataFrame) -> list[set[Process]]:

@@ -12,6 +12,8 @@ ALIVE_NS = 2_000_000
 # A sender that fills its receiver's slots and no more has sent NCCL's buffers, on one channel or a few: 1 MiB for a
 # point-to-point connection (8 steps of NCCL_P2P_NET_CHUNKSIZE), 4 MiB for others (NCCL_BUFFSIZE). Headers add 2 %.
 PAIR_BYTES, RING_BYTES, MOST_CHANNELS, HEADERS = 2**20, 4 * 2**20, 2, 0.03
+# A rank with transfers open to so many others holds them up, or one of so many such ranks does.
+MANY, MOST_HUBS = 3, 2
 # Of an operator, what the two ends of a pair may differ by on how much of it moved.
 APART = 0.05
 
@@ -106,7 +108,9 @@ def direct(
         waits.add(one, other, False)
         waits.add(other, one, False)
     ends = [{src, dst} for src, dst in seen.select("src", "dst").iter_rows()]
-    if len(ends) > 2 and not set.intersection(*ends) and not (seen["share"] >= begun).any():
+    mute = part.filter(pl.col("edges").list.len() == 0, pl.col("kind") == "AlltoAll").height
+    for_one = ends and set.intersection(*ends) and mute < 2
+    if len(ends) > 2 and not for_one and not (seen["share"] >= begun).any():
         # None of several sent anything, and not for one of them: they wait on something else.
         return True
     # Who sent something is there, and who sent all of an exchange and still waits for its part of it.
@@ -119,12 +123,18 @@ def direct(
     # That several receivers stopped at once is less likely than that their one sender did.
     one_sender = seen.height > 1 and seen["src"].n_unique() == 1
     amounts = {(src, dst): int(sent) for src, dst, sent in seen.select("src", "dst", "bytes").iter_rows()}
-    for src, dst, share, sent, by_sender in seen.drop("apart").iter_rows():
-        # Of two ranks in a ring each sends as much as it got, and what the other's buffer holds.
-        more = sent if pairwise else sent - amounts.get((dst, src), 0)
+    # Of two ranks in a ring each sends as much as it got, and what the other's buffer holds.
+    held = {
+        (src, dst): sent if pairwise else sent - amounts.get((dst, src), 0)
+        for (src, dst), sent in amounts.items()
+    }
+    # Pairs of a communicator have equally many channels: what two hold is no full buffer where one is.
+    channels = min(filter(None, (_filled(abs(more), buffer) for more in held.values())), default=0)
+    for src, dst, share, by_sender in seen.select("src", "dst", "share", "by_sender").iter_rows():
+        more = held[src, dst]
         if more < 0 and _filled(-more, buffer):
             continue
-        filled = _filled(more, buffer)
+        filled = more > 0 and _filled(more, buffer) == channels > 0
         one, other = (place.get(rank, (unrecorded, int(rank))) for rank in (src, dst))
         if one_sender and share >= begun:
             waits.add(other, one, True)
@@ -139,10 +149,29 @@ def direct(
     return True
 
 
-def _filled(sent: int, buffer: int) -> bool:
-    """Whether `sent` is what `buffer` of each channel holds."""
+def _filled(sent: int, buffer: int) -> int:
+    """The number of channels of which each holds `buffer`, if `sent` is what they hold; else 0."""
     channels = round(sent / buffer)
-    return 1 <= channels <= MOST_CHANNELS and abs(sent / buffer / channels - 1) <= HEADERS
+    full = 1 <= channels <= MOST_CHANNELS and abs(sent / buffer / channels - 1) <= HEADERS
+    return channels if full else 0
+
+
+def few_ends(part: pl.DataFrame) -> bool:
+    """Whether all transfers pending in `part` have one rank in common, or one of two, and some others are done.
+
+    Operators that were cut at wrong places leave transfers open between any ranks. Where all between the others ended,
+    it is these that hold them up, however coarse what was seen.
+    """
+    seen = pairs(part)
+    ends = pl.concat([seen.select(rank="src", other="dst"), seen.select(rank="dst", other="src")]).unique()
+    counts = ends.group_by("rank").agg(pl.len()).sort("len", "rank", descending=[True, False])
+    hubs = counts.filter(pl.col("len") >= MANY)["rank"]
+    within = pl.col("src").is_in(hubs.implode()) | pl.col("dst").is_in(hubs.implode())
+    return (
+        0 < len(hubs) <= MOST_HUBS
+        and counts.height >= MOST_HUBS * MANY
+        and bool(seen.select(within.all()).item())
+    )
 
 
 def pairs(part: pl.DataFrame) -> pl.DataFrame:

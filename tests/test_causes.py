@@ -10,7 +10,7 @@ import pytest
 
 from pulse_bpf.analysis import causes, metrics
 from pulse_bpf.analysis.attribute import FLOWS
-from pulse_bpf.analysis.findings import Finding
+from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
@@ -263,3 +263,32 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == named
     assert bool(why) == (not named)
+
+
+@pytest.mark.parametrize(
+    ("kind", "peer", "sure"),
+    [
+        ("Recv", "b", True),
+        ("Recv", "unseen", False),
+        ("Group", "unseen", False),
+        ("AllReduce", "unseen", True),
+    ],
+)
+def test_a_stage_is_not_surely_late_whose_neighbour_was_not_recorded(
+    monkeypatch: pytest.MonkeyPatch, kind: str, peer: str, sure: bool
+) -> None:
+    """It may have waited for it, however little they exchange."""
+    late = replace(
+        _finding("gpu-slow", "compute", "a"), evidence=[Evidence("start_lag_ns", 1.0, 0.0, 9, "a is late")]
+    )
+    monkeypatch.setattr(causes, "_causes", lambda *given: ([late], []))
+    made = [
+        {"node": "a", "kind": "AllReduce", "peer_node": "b", "bytes": 10**9},
+        {"node": "b", "kind": "AllReduce", "peer_node": "a", "bytes": 10**9},
+        {"node": "a", "kind": kind, "peer_node": peer, "bytes": 10**6},
+    ]
+    rows = pl.DataFrame(
+        [{"level": "flow", "direction": "rx"} | row for row in made], schema=metrics.OPERATORS
+    )
+    (found,), _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), {}, [], True)
+    assert (found.confidence >= 0.5) == sure

@@ -15,7 +15,7 @@ from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.mismatch import find_mismatch
 from pulse_bpf.analysis.silence import silence
 from pulse_bpf.analysis.stops import find_stops
-from pulse_bpf.analysis.waits import Waits, direct
+from pulse_bpf.analysis.waits import Waits, direct, few_ends
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import empty
 
@@ -119,6 +119,33 @@ def test_with_several_channels_only_the_one_of_the_process_that_stopped_is_behin
     found = lowest(pl.concat([ring(a=30, b=10, c=20, d=30), other.with_columns(pid=pl.col("pid") + 10)]))
     assert found is not None
     assert found.processes == [B]
+    assert not found.gpu
+
+
+def test_in_a_ring_that_changes_nics_the_process_with_the_least_in_and_out_is_named() -> None:
+    """Even nodes send by n1 in one ring and by n0 in the other; d's process of n0 stopped."""
+    first = ring(a=26, b=12, c=10, d=20, e=30, f=28)
+    second = ring(a=20, b=30, c=29, d=10, e=15, f=18)
+    odd, even = pl.col("rank") % 2 == 1, pl.col("rank") % 2 == 0
+    lanes = [
+        pl.concat([first.filter(odd), second.filter(even)]).with_columns(nic=pl.lit("n1")),
+        pl.concat([first.filter(even), second.filter(odd)]).sort("rank"),
+    ]
+    lanes[0] = lanes[0].with_columns(pl.col("rank", "peer_rank") + 6, pid=pl.col("pid") + 10).sort("rank")
+    done = ring(a=50, b=50, c=50, d=50, e=50, f=50).with_columns(pl.col("rank", "peer_rank") + 12)
+    lanes += [done.with_columns(nic=pl.lit("n2"), pid=pl.col("pid") + 20)]
+    found = lowest(pl.concat(lanes))
+    assert found is not None
+    assert found.processes == [D]
+    assert not found.gpu
+
+
+def test_a_channel_that_is_behind_by_far_the_most_is_that_of_a_process_and_no_gpu() -> None:
+    """The others differ as well, as they were stopped in the midst of it, and c has sent the least in all."""
+    other = ring(a=54, b=52, c=41, d=50).with_columns(nic=pl.lit("n1"), rank=pl.col("rank") + 4)
+    found = lowest(pl.concat([ring(a=50, b=30, c=40, d=60), other.with_columns(pid=pl.col("pid") + 10)]))
+    assert found is not None
+    assert found.processes[0][0] == "b"
     assert not found.gpu
 
 
@@ -253,6 +280,32 @@ def test_of_two_ranks_in_a_ring_the_one_that_sent_a_buffer_more_waits() -> None:
     assert held_and_starved(pending("AllReduce", even)) == (set(), {(A, B), (B, A)})
 
 
+def test_what_two_channels_hold_is_no_full_buffer_where_another_pair_has_one() -> None:
+    sends = {"rank": 0, "sent": 0.2, "edges": [("tx", 1, 0.4, 2.0)]}
+    other = {"rank": 2, "sent": 0.1, "edges": [("tx", 0, 0.2, 1.0)]}
+    assert held_and_starved(pending("Group", sends)) == ({(A, B)}, set())
+    assert held_and_starved(pending("Group", sends, other)) == ({(C, A)}, {(A, B), (B, A)})
+
+
+def test_only_transfers_of_one_rank_or_two_that_are_open_were_told_apart_however_coarse() -> None:
+    def open_to(hub: int, *others: int) -> list[dict[str, Any]]:
+        return [{"rank": each, "edges": [("tx", hub, 0.3, 1.0)]} for each in others]
+
+    assert few_ends(pending("AlltoAll", *open_to(0, 1, 2, 3, 4, 5, 6, 7)))
+    assert few_ends(pending("Group", *open_to(0, 1, 2, 3, 4), *open_to(5, 0, 1, 2, 3)))
+    assert not few_ends(pending("AlltoAll", *open_to(0, 1, 2, 3, 4, 5, 6, 7), *open_to(3, 4)))
+    assert not few_ends(pending("AlltoAll", *open_to(0, 1, 2)))
+    assert not few_ends(pending("AlltoAll", *(item for hub in range(5) for item in open_to(hub, 5, 6, 7))))
+
+
+def test_an_all_to_all_in_which_several_ranks_moved_nothing_waits_for_something_else() -> None:
+    """Of one rank's transfers there are rows, by a stray byte in one of them."""
+    stray = {"rank": 0, "sent": 0.0, "edges": [("tx", 1, 0.0, 0.0), ("tx", 2, 0.0, 0.0), ("rx", 1, 0.0, 0.0)]}
+    mute = [{"rank": rank, "edges": []} for rank in (1, 2)]
+    assert held_and_starved(pending("AlltoAll", stray, *mute)) == (set(), set())
+    assert held_and_starved(pending("AlltoAll", stray))[1] >= {(B, A)}
+
+
 def test_several_receivers_of_one_sender_did_not_all_stop() -> None:
     one = {"rank": 0, "sent": 0.4, "edges": [("tx", 1, 0.4, 3.6), ("tx", 2, 0.3, 2.7)]}
     assert held_and_starved(pending("Group", one)) == ({(B, A), (C, A)}, set())
@@ -281,11 +334,56 @@ def test_a_rank_that_was_not_recorded_may_be_the_one() -> None:
     assert made.held == {(A, ("?", 7))}
 
 
+@pytest.mark.parametrize("came", [0, 2**20])
+def test_a_stage_to_which_nothing_came_waits_on_a_stage_before_it_whoever_waits_on_it(came: int) -> None:
+    """c waits in a sum for a, which waits in a receive: for b, or b for a that does not take what b sends."""
+
+    def flow(node: str, comm: str, way: str, peer: str, moved: int, **more: Any) -> dict[str, Any]:
+        rank, peer_rank = sorted([node, peer]).index(node), sorted([node, peer]).index(peer)
+        size = 4 * MB if comm == "1-2" else 160 * MB
+        return {
+            "node": node, "comm_id": comm, "direction": way, "nic": "n0", "rank": rank, "nranks": 2, "gpu": 0,
+            "peer_node": peer, "peer_rank": peer_rank, "bytes": moved, "expected_bytes": size, "op_bytes": size,
+            "completion": moved / size, "last_byte_ns": 0, "bin_ns": 1000, "max_gbps": 1.0,
+        } | more  # fmt: skip
+
+    made = [
+        flow("a", "1-2", "rx", "b", 4 * MB, kind="Recv", program_pos=0),
+        flow("b", "1-2", "tx", "a", 4 * MB, kind="Send", program_pos=0),
+        *(
+            flow(node, "2-2", way, peer, size, kind="AllReduce", program_pos=pos, step=pos)
+            for node, peer in (("a", "c"), ("c", "a"))
+            for pos, sent in ((1, 160 * MB), (3, 4 * 2**20))
+            for way, size in (
+                ("tx", sent if node == "c" or pos == 1 else 0),
+                ("rx", sent if node == "a" or pos == 1 else 0),
+            )
+        ),
+        flow("a", "1-2", "rx", "b", came, kind="Recv", program_pos=2, level="flow" if came else "call"),
+        *([flow("b", "1-2", "tx", "a", came, kind="Send", program_pos=2)] if came else []),
+    ]
+    found = stuck._inside(rows(*made), stuck._pending(rows(*made)))
+    if came:
+        assert isinstance(found, stuck.Root)
+        assert found.suspects == [A]
+    else:
+        assert isinstance(found, str)
+
+
 def test_a_rank_of_which_nothing_was_recorded_may_be_held_by_the_one_that_stopped() -> None:
     """What an agent that is missing would have shown is known from its peers alone."""
     recorded = pl.DataFrame({"node": ["a"], "pid": [1], "rank": [0], "comm_id": ["00-2"]})
     root = stuck._root(recorded, waits([((stuck.UNRECORDED, 1), ("a", 1))], []), [], [("a", 1)], ["a"])
     assert root.evidence[0].text.startswith("rank 1, of which nothing was recorded, and 0 others are held in")
+
+
+def test_a_communicator_most_of_whose_ranks_never_move_a_byte_has_the_wrong_bytes() -> None:
+    made = ring(a=30, b=10, c=20, d=30, e=10)
+    silent = pl.when(pl.col("rank") < 2).then("bytes").otherwise(0).alias("bytes")
+    assert not stuck._astray(made)
+    assert stuck._astray(made.with_columns(silent))
+    inside = made.with_columns(silent, node=pl.lit("a"))
+    assert not stuck._astray(inside)
 
 
 def calls(**kinds: str) -> pl.DataFrame:
