@@ -83,6 +83,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"{mark}: {reason}")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two processes may share the run: a file is one's, and what works on the kernel of this host is all one's."""
     for item in items:
