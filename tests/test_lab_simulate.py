@@ -121,7 +121,12 @@ def test_an_interruption_does_not_wait_for_the_end_of_the_runs(
     key = threading.Thread(target=press)
     key.start()
     arguments = ["nic-slow", "--workload", "loops", *SMALL, "--seconds", "60"]
-    assert main(["lab", "simulate", "-o", str(tmp_path / "out"), *arguments]) == PARTIAL
+    # Ignored where the tests were started in the background.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["lab", "simulate", "-o", str(tmp_path / "out"), *arguments]) == PARTIAL
+    finally:
+        signal.signal(signal.SIGINT, before)
     key.join()
     assert early == [True] * 3
     assert not (tmp_path / "out").exists()
