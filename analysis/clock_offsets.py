@@ -34,6 +34,8 @@ TIMES = {
         "start_ns",
         "end_ns",
         "last_byte_ns",
+        "byte_mean_ns",
+        "credit_mean_ns",
         "first_gap_ns",
         "first_stall_ns",
     ),

@@ -107,6 +107,16 @@ def test_clocks_that_were_not_compared_both_ways_keep_their_own_time(ways: list[
     assert clock.shifted("events", events).equals(events)
 
 
+def test_all_moments_of_an_operator_are_put_on_the_one_clock() -> None:
+    """What bytes and clear-to-sends came when is compared with when the last one did."""
+    moment_ns = int(NODES["d"].shows(np.array(1_000_000_000)))
+    names = ("call_ns", "start_ns", "last_byte_ns", "byte_mean_ns", "credit_mean_ns", "first_gap_ns")
+    operators = pl.DataFrame({"node": ["d"], **{name: [moment_ns] for name in names}})
+    (row,) = solve(transfers(CHAIN)).shifted("operators", operators).select(names).iter_rows()
+    assert len(set(row)) == 1
+    assert abs(row[0] - moment_ns) > 1_000_000_000
+
+
 def test_transfers_that_were_put_together_wrongly_do_not_make_the_error_smaller() -> None:
     """A receiver that seems to get data before they are sent: the bounds exclude each other."""
     wrong = transfers([("a", "b"), ("b", "a")], {("a", "b"): -400_000, ("b", "a"): 2_000})
