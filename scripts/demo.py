@@ -76,4 +76,7 @@ def _is_right(findings: dict[str, Any], truth: dict[str, Any]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the command that ran has said so
+        sys.exit(130)
