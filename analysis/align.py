@@ -96,13 +96,13 @@ def _sequences(counted: pl.DataFrame, ranks: pl.DataFrame, operators: pl.DataFra
         .agg(pl.col("comm_id", "rank").first(), items=pl.len().cast(pl.Int64))
         .with_columns(
             edge=pl.int_range(pl.len()),
-            opposite=pl.when(pl.col("direction") == "tx").then(pl.lit("rx")).otherwise(pl.lit("tx")),
+            sends=pl.col("direction") == "tx",
         )
     )
-    theirs = edges.select("comm_id", rank="peer_rank", peer_rank="rank", opposite="direction", back="edge")
+    theirs = edges.select("comm_id", rank="peer_rank", peer_rank="rank", sends=~pl.col("sends"), back="edge")
     peers = place.select("comm_id", peer_rank="rank", peer="place")
     edges = edges.join(
-        theirs, on=["comm_id", "rank", "peer_rank", "opposite"], how="left", maintain_order="left"
+        theirs, on=["comm_id", "rank", "peer_rank", "sends"], how="left", maintain_order="left"
     ).join(peers, on=["comm_id", "peer_rank"], how="left", maintain_order="left")
     of_comms = ranks.group_by("comm_id", maintain_order=True).len()["len"]
     return _Sequences(

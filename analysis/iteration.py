@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from pulse_bpf.analysis.names import numbered
 from pulse_bpf.analysis.repeats import SAME, after, repeats
 from pulse_bpf.analysis.traffic_period import traffic_period
 from pulse_bpf.schema import F64, I64, STR, U32, U64
@@ -68,7 +69,7 @@ def calls_of(operators: pl.DataFrame) -> pl.DataFrame:
     two of them; `process` numbers (node, pid).
     """
     named = operators.select(
-        pl.col("node").cast(pl.Categorical).to_physical().cast(I64),
+        numbered(operators["node"])(pl.col("node")),
         pl.col("pid").fill_null(-1),
         pl.col("program_pos").fill_null(0).cast(I64),
     )
@@ -86,7 +87,7 @@ def calls_of(operators: pl.DataFrame) -> pl.DataFrame:
     slot = np.full(int(length.sum()), -1, np.int64)
     slot[(np.cumsum(length) - length)[process] + position] = np.arange(len(row))
     one = slot[slot >= 0]
-    code = pl.col("comm_id", "kind").cast(pl.Categorical).to_physical().fill_null(0).cast(U64)
+    code = (numbered(operators[name])(pl.col(name)).fill_null(0).cast(U64) for name in ("comm_id", "kind"))
     unsized = (pl.col("comm_id") * 2**32 + pl.col("kind")).hash()
     return (
         operators.select("comm_id", "kind", "op_bytes", "call_ns")[row[one]]

@@ -15,6 +15,7 @@ from pulse_bpf.analysis.groups import find_groups
 from pulse_bpf.analysis.iteration import calls_of, find_iteration
 from pulse_bpf.analysis.late import same_clock
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.names import numbered_names
 from pulse_bpf.analysis.seen import MAX_INCOMPLETE, MAX_UNATTRIBUTED, coverage_of, missing_in
 from pulse_bpf.analysis.signals import find_signals
 from pulse_bpf.analysis.slowed import with_slowed
@@ -37,6 +38,7 @@ def localize(
     Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples. With
     `part`, on that part of the time only.
     """
+    operators, flows, tables = numbered_names(operators, flows, tables)
     clock = one_clock(operators, tables["nodes"])
     operators = clock.shifted("operators", operators)
     tables = {name: clock.shifted(name, table) for name, table in tables.items()}

@@ -195,7 +195,7 @@ _CHECKS = {
 def _finding(job: pl.DataFrame, root: Root, first_ns: int, last_ns: int) -> Finding:
     """The finding about `root`: one process or node of it, or a group of nodes."""
     calls = job.join(
-        pl.DataFrame(root.suspects, schema={"node": pl.String, "pid": pl.Int64}, orient="row"), on=PROCESS
+        pl.DataFrame(root.suspects, schema={name: job.schema[name] for name in PROCESS}, orient="row"), on=PROCESS
     )
     nodes = sorted({node for node, _ in root.suspects})
     one = root.suspects[0] if len(root.suspects) == 1 else None

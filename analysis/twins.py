@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.analysis.names import numbered
 from pulse_bpf.analysis.segment import PROCESS
 
 # Two-sided calls: what the ranks of one communicator do in them depends on their place in the pipeline.
@@ -51,13 +52,14 @@ def with_twins(ranks: pl.DataFrame) -> pl.DataFrame:
         last=pl.col("common").forward_fill().over(PROCESS),
     ).with_columns(ahead=pl.col("following").is_not_null(), following=pl.coalesce("following", "last"))
     part = [*PROCESS, "ahead", "following", "pipeline"]
+    code = numbered(ranks["comm_id"])
     count = (
         pl.when("ahead")
         .then(pl.len().over(part) - pl.int_range(pl.len()).over(part))
         .otherwise(_CALLS // 2 + pl.int_range(pl.len()).over(part))
     )
     ranks = ranks.with_columns(
-        team=pl.when("pipeline").then(pl.col("replicas") + " stage").otherwise("comm_id"),
+        team=2 * code(pl.when("pipeline").then("replicas").otherwise("comm_id")) + pl.col("pipeline"),
         place=pl.when("pipeline").then(pl.col("following") * _CALLS + count.cast(pl.Int64)).otherwise("step"),
     )
     # Who does something else at that point has a different stage, or lost calls.
