@@ -9,6 +9,7 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.mismatch import find_mismatch
+from pulse_bpf.analysis.silence import NEEDED as SEEN
 from pulse_bpf.analysis.silence import Silence, silence, watched_until
 from pulse_bpf.analysis.stuck import Root, find_behind, find_root
 
@@ -78,7 +79,7 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     for job in _jobs(rows):
         if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
             continue
-        quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
+        quiet = silence(job.select("op_seq", *SEEN).filter(pl.col("op_seq").is_not_null()), until)
         lost = _calls_lost(job, tables["coverage"])
         found = _going_on(job, until, lost) if quiet is None else _who(job, tables, quiet, lost)
         if isinstance(found, Finding):
