@@ -40,7 +40,7 @@ def localize(
     clock = one_clock(operators, tables["nodes"])
     operators = clock.shifted("operators", operators)
     tables = {name: clock.shifted(name, table) for name, table in tables.items()}
-    aligned = align(operators)
+    aligned = align(operators, clock.error_ns)
     same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
     calls = calls_of(operators)
