@@ -74,7 +74,7 @@ def localize(
     if coverage["lost"] or damaged:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, tables["nics"], coverage)]
     missing += [
         f"{finding.kind} at {finding.node} is likely but not certain"
         for finding in found
