@@ -21,6 +21,8 @@ from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
+# Evidence of a port beside itself.
+ITSELF = "stretched"
 # Less sure than this is not said to be so.
 MIN_CONFIDENCE = 0.5
 
@@ -64,10 +66,13 @@ def localize(
         slows, unexplained = find_causes(aligned, flows, tables, signals, same)
         found += slows
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
-        # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is.
+        # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is, and what is
+        # slower than itself while its network marks what it sends has no neighbours.
         found = [
             item
-            if item.cause in ("stop", "host") or item in signals or item.evidence[0].metric in ALONE
+            if item.cause in ("stop", "host")
+            or item in signals
+            or item.evidence[0].metric in (*ALONE, ITSELF)
             else replace(item, confidence=0.4)
             for item in found
         ]
