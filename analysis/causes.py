@@ -10,6 +10,7 @@ import polars as pl
 
 from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
+from pulse_bpf.analysis.held import find_held
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.inside import behind_ports, find_inside
 from pulse_bpf.analysis.lags import lags
@@ -92,6 +93,8 @@ def _causes(
         places = {place for item in capped for place in (item.node, *(item.nodes or ()))}
         if network or len(places) >= MOST_FAULTS:
             late = []
+        elif not late and one_clock:
+            late = find_held(aligned, tables["nics"])
         return [*capped, *network, *(item for item in late if item.node not in places)], []
     if pressed(asked):
         # Whom the network slows down makes others late, and which rank is late by itself is not known.
@@ -108,10 +111,11 @@ def _causes(
         places = {place for item in slow for place in (item.node, *(item.nodes or ()))}
         slow = [*slow, *(item for item in sure if item.node not in places)]
     found = slow if slow or unexplained else late
-    if not found and (inside := find_inside(aligned)):
-        # What flows in fits and starts through a machine that is slow inside seems slow now and then.
-        return inside, []
-    return found, unexplained
+    if found:
+        return found, unexplained
+    # What flows in fits and starts through a machine that is slow inside seems slow now and then.
+    inside = find_inside(aligned) or (find_held(aligned, tables["nics"]) if one_clock else [])
+    return inside, [] if inside else unexplained
 
 
 def _late(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: bool) -> list[Finding]:

@@ -228,8 +228,8 @@ def test_who_is_late_beside_two_slow_ports_waits_for_them(
     capped = [_finding("nic-slow", "nic", node) for node in ports]
     monkeypatch.setattr(causes, "find_capped", lambda *given: capped)
     monkeypatch.setattr(causes, "find_late", lambda *given: [_finding("gpu-slow", "compute", "c")])
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms")}
-    rows = pl.DataFrame(schema=metrics.OPERATORS)
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == ports + late
     assert why == []
@@ -258,8 +258,8 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
     monkeypatch.setattr(
         causes, "find_slow", lambda *given: (slow, [] if slow else ["some flows were slow"], 100)
     )
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms")}
-    rows = pl.DataFrame(schema=metrics.OPERATORS)
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == named
     assert bool(why) == (not named)

@@ -135,17 +135,31 @@ def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: i
         for place in range(7)
         if rank == 0 or volley * 7 + place >= missed
     ]
-    frame = pl.DataFrame(calls).with_columns(
-        pl.col("op_seq").cast(pl.UInt64),
-        pl.col("rank").cast(pl.Int32),
-        op_bytes=pl.lit(None, pl.UInt64),
-        nccl_seq=pl.lit(None, pl.UInt64),
-        peer_rank=pl.lit(None, pl.Int32),
-        direction=pl.lit("tx"),
-        expected_bytes=pl.lit(None, pl.Int64),
-    )
-    apart = align(frame).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
+    apart = align(_table(calls)).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
     assert apart["call_ns"].max() == 80_000
+
+
+def test_a_process_that_stood_still_as_recording_began_ends_nothing_before_others_call() -> None:
+    """Rank 0 calls each volley nearly a volley later than the others, which made their first calls before."""
+    volley_calls, volley_ns = 20, 200 * MS
+    rows = [
+        {
+            "comm_id": "ring",
+            "rank": rank,
+            "op_seq": volley * volley_calls + place - (volley_calls if rank else 0),
+            "kind": "AllReduce",
+            "call_ns": volley * volley_ns + place * 30_000 + (0 if rank else volley_ns - 40 * MS),
+            "last_byte_ns": (volley + 1) * volley_ns - 35 * MS + place * MS,
+            "bin_ns": 20_000,
+        }
+        for rank in range(3)
+        for volley in range(5)
+        for place in range(volley_calls)
+        if rank == 0 or volley
+    ]
+    ends = align(_table(rows), 0).group_by("step").agg(pl.col("last_byte_ns").n_unique(), pl.len())
+    assert ends["last_byte_ns"].to_list() == [1] * (5 * volley_calls)
+    assert ends["len"].sum() == len(rows)
 
 
 def test_what_a_process_is_late_on_several_communicators_in_turn_adds_up() -> None:
