@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -15,7 +15,7 @@ from pulse_bpf.analysis.port_bursts import port_bursts
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
-__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "operators"]
+__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "measure_with", "operators"]
 
 
 def analyze(dirs: Sequence[Path], window: Window | None = None) -> Findings:
@@ -37,11 +37,37 @@ def measure(
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS).
 
-    `on_read` is told how many samples were read, batch after batch.
+    Of nodes whose operators the recording holds, these are taken, and what their flows are with them. `on_read` is told
+    how many samples were read, batch after batch.
     """
-    flows = attribute.flows(recording)
+    kept, flows = (
+        recording.kept(table, schema)
+        for table, schema in (("operators", metrics.OPERATORS), ("flows", attribute.FLOWS))
+    )
+    if kept.is_empty():
+        flows = attribute.flows(recording)
+        return measure_with(recording, flows, on_read=on_read), flows
+    known = kept["node"].unique()
+    if set(recording.samples.nodes) <= set(known):
+        return kept, flows
+    others = attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))
+    flows = pl.concat([flows, others])
+    return metrics.together([kept, measure_with(recording, flows, known, on_read)]), flows
+
+
+def measure_with(
+    recording: Recording,
+    flows: pl.DataFrame,
+    known: Collection[str] = (),
+    on_read: Callable[[int], object] | None = None,
+) -> pl.DataFrame:
+    """The operators table of the nodes in `recording` that have samples, but those `known`; `flows` say whose they are.
+
+    Of each node only its own data is used.
+    """
     called, sent = segment.program(recording["ops"])
     covered = attribute.covered(recording)
+    unknown = (batch for batch in _read(recording, on_read) if not set(batch.nodes) <= set(known))
     parts = [
         metrics.measure(
             segments,
@@ -50,9 +76,10 @@ def measure(
             recording.samples.unlisted,
             covered,
         )
-        for nodes, segments in stream.segment(_read(recording, on_read), flows, called, sent, covered)
+        for nodes, segments in stream.segment(unknown, flows, called, sent, covered)
     ]
-    return metrics.together([*parts, port_bursts(recording["port_samples"], parts)]), flows
+    ports = recording["port_samples"].filter(~pl.col("node").is_in(list(known)))
+    return metrics.together([*parts, port_bursts(ports, parts)])
 
 
 def _read(recording: Recording, on_read: Callable[[int], object] | None) -> Iterator[Batch]:
