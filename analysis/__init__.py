@@ -15,7 +15,7 @@ from pulse_bpf.analysis.port_bursts import port_bursts
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
-__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "measure_with", "operators"]
+__all__ = ["Findings", "Window", "analyze", "conclude", "cut", "measure", "measure_with", "operators"]
 
 
 def analyze(dirs: Sequence[Path], window: Window | None = None) -> Findings:
@@ -40,19 +40,23 @@ def measure(
     Of nodes whose operators the recording holds, these are taken, and what their flows are with them. `on_read` is told
     how many samples were read, batch after batch.
     """
-    kept, flows = (
-        recording.kept(table, schema)
-        for table, schema in (("operators", metrics.OPERATORS), ("flows", attribute.FLOWS))
-    )
-    if kept.is_empty():
-        flows = attribute.flows(recording)
-        return measure_with(recording, flows, on_read=on_read), flows
+    kept = recording.kept("flows", attribute.FLOWS)
     known = kept["node"].unique()
-    if set(recording.samples.nodes) <= set(known):
-        return kept, flows
-    others = attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))
-    flows = pl.concat([flows, others])
-    return metrics.together([kept, measure_with(recording, flows, known, on_read)]), flows
+    if set(recording.samples.nodes) - set(known) or kept.is_empty():
+        others = attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))
+        kept = pl.concat([kept, others])
+    return cut(recording, kept, on_read), kept
+
+
+def cut(
+    recording: Recording, flows: pl.DataFrame, on_read: Callable[[int], object] | None = None
+) -> pl.DataFrame:
+    """The operators table, with those that the recording holds taken as they are; `flows` say whose queue pairs are."""
+    kept = recording.kept("operators", metrics.OPERATORS)
+    known = kept["node"].unique()
+    if not kept.is_empty() and set(recording.samples.nodes) <= set(known):
+        return kept
+    return metrics.together([kept, measure_with(recording, flows, known, on_read)])
 
 
 def measure_with(
