@@ -75,7 +75,7 @@ def _causes(
     signals: list[Finding],
     one_clock: bool,
 ) -> tuple[list[Finding], list[str]]:
-    asked = marks(tables["port_counters"])
+    asked = marks(tables)
     faulty = {item.node for item in signals}
     with ThreadPoolExecutor() as beside:
         ceilings = beside.submit(find_capped, aligned, asked)

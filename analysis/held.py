@@ -25,6 +25,11 @@ ALIKE = 0.7
 # When bytes were sent and when they came may differ by so many bins, or by so much of the operator.
 AGREE_BINS, AGREE = 2.0, 0.02
 OPERATOR = ["comm_id", "kind", "step"]
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(*OPERATOR, "level", "direction", "node", "nic", "peer_node", "bytes", "bin_ns"),
+    *("start_ns", "last_byte_ns", "end_ns", "byte_mean_ns"),
+)
 RING = [*OPERATOR, "nic"]
 
 
@@ -104,7 +109,7 @@ def _held(aligned: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
     the ways before and behind being the reference; `stays`, as a share of the operator; `first`, whether no other's is
     larger; nics, peer_node, start_ns and last_byte_ns."""
     span_ns = pl.col("last_byte_ns") - pl.col("start_ns")
-    moved = aligned.filter(
+    moved = aligned.select(NEEDED).filter(
         pl.col("level") == "flow",
         pl.col("step").is_not_null(),
         pl.col("end_ns").is_not_null(),

@@ -18,7 +18,7 @@ from pulse_bpf.analysis.late import same_clock
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.names import numbered_names
 from pulse_bpf.analysis.seen import MAX_INCOMPLETE, MAX_UNATTRIBUTED, coverage_of, missing_in
-from pulse_bpf.analysis.signals import find_signals
+from pulse_bpf.analysis.signals import find_signals, intervals
 from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
@@ -55,6 +55,7 @@ def localize(
         if part is not None:
             window = resolved(part, window)
             aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
+        tables["readings"] = intervals(tables)
         seen = beside.submit(coverage_of, aligned, flows, tables, damaged)
         signals = find_signals(aligned, flows, tables)
     iteration, groups = layout.result()

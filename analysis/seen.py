@@ -197,7 +197,7 @@ def _unseen_ports(aligned: pl.DataFrame) -> list[str]:
 
 def _far_from_line(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[str]:
     """Says so where no port came near its speed: in a ring, one slow machine makes all others as slow as itself."""
-    large = aligned.filter(
+    large = aligned.select("level", "direction", "node", "nic", "bytes", "burst_gbps").filter(
         pl.col("level").is_in(["flow", "nic"]),
         pl.col("direction") == "tx",
         pl.col("bytes") >= LARGE_BYTES,

@@ -42,6 +42,12 @@ def readings(counters: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def intervals(tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    """`readings` of the port_counters, as localization has them ready for all; nothing where there are none."""
+    counters = tables["port_counters"]
+    return tables["readings"] if "readings" in tables else counters if counters.is_empty() else readings(counters)
+
+
 def find_signals(
     aligned: pl.DataFrame,
     flows: pl.DataFrame,
@@ -53,10 +59,10 @@ def find_signals(
     a port receives much more than the job sends to it, and is congested, the network is at fault and no machine.
     `flows` are the owners of the queue pairs (attribute.FLOWS).
     """
-    since = readings(tables["port_counters"]) if not tables["port_counters"].is_empty() else None
+    since = intervals(tables)
     found = _downs(tables["events"])
     down = {(finding.node, finding.nic) for finding in found}
-    if since is not None:
+    if not since.is_empty():
         found += [item for item in _errors(since) if (item.node, item.nic) not in down]
         paused = _pauses(since, aligned)
         found += paused
@@ -66,9 +72,9 @@ def find_signals(
     return found
 
 
-def marks(counters: pl.DataFrame) -> pl.DataFrame | None:
+def marks(tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame | None:
     """How often each node and nic was asked to slow down (`marks`); None where no port counts it."""
-    since = readings(counters) if not counters.is_empty() else counters
+    since = intervals(tables)
     if "rp_cnp_handled" not in since.columns:
         return None
     return since.group_by("node", "nic").agg(pl.col("rp_cnp_handled").sum().alias("marks"))
