@@ -67,10 +67,11 @@ def align(operators: pl.DataFrame, error_ns: int | None = None) -> pl.DataFrame:
 
 
 def _calls(rows: pl.DataFrame, error_ns: int | None) -> tuple[Longs, pl.DataFrame]:
-    """The number of the call of each row; and a row of each call, numbered, with `ended_ns` (i64), UNKNOWN_NS where that
+    """The number of the call of each row; and a row of each call, numbered, with `ended_ns` (i64), UNKNOWN_NS where it
     is not known: what moved before a call was none of its."""
     name = numbered(rows["node"])(pl.col("node"))
-    position = pl.coalesce("program_pos", "op_seq")
+    # A row of which nobody knows where in a program it is stands for itself.
+    position = pl.coalesce("program_pos", pl.int_range(pl.len()))
     key = rows.select(name.fill_null(-1), pl.col("pid").fill_null(-1), position.cast(pl.Int64))
     _, call_of = call_numbers(*(_longs(column) for column in key))
     first = np.zeros(int(call_of.max(initial=-1)) + 1, np.int64)
@@ -116,7 +117,9 @@ def _items(
     frame = frame.with_columns(moved=moved)[order]
     # Several flow groups of one operator to a peer count as one.
     same = ["place", "peer_rank", "sends", "at"]
-    begin = np.flatnonzero(frame.select(pl.any_horizontal(pl.col(same) != pl.col(same).shift()).fill_null(True)))
+    begin = np.flatnonzero(
+        frame.select(pl.any_horizontal(pl.col(same) != pl.col(same).shift()).fill_null(True))
+    )
     sums = np.add.reduceat(frame["moved"].to_numpy(), begin) if len(begin) else np.zeros(0)
     return frame[begin].with_columns(moved=pl.Series(sums))
 

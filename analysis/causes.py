@@ -79,7 +79,9 @@ def _causes(
     faulty = {item.node for item in signals}
     with ThreadPoolExecutor() as beside:
         ceilings = beside.submit(find_capped, aligned, asked)
-        lossy = [] if signals else find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
+        lossy = (
+            [] if signals else find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
+        )
         late = [] if signals or lossy else _late(aligned, tables, one_clock)
     faulty |= {item.node for item in lossy}
     capped = [item for item in ceilings.result() if item.node not in faulty]
@@ -132,8 +134,10 @@ def _not_passed_on(aligned: pl.DataFrame, found: list[Finding]) -> list[Finding]
     A ring passes on what it gets at the speed at which it comes, and takes it no faster than it can pass it on: in
     wide bins that looks like two slow ports. Two that are really as slow as each other and neighbours count as one.
     """
-    sends = aligned.filter(pl.col("level") == "flow", pl.col("direction") == "tx")
-    edges = set(sends.select("node", "nic", "peer_node").unique().iter_rows())
+    sends = aligned.select("level", "direction", "node", "nic", "peer_node").filter(
+        pl.col("level") == "flow", pl.col("direction") == "tx"
+    )
+    edges = set(sends.select("node", "nic", "peer_node").unique().iter_rows()) if len(found) > 1 else set()
     speed_of = {id(item): item.evidence[0].value for item in found if item.scope == "nic" and item.evidence}
 
     def one(item: Finding, other: Finding) -> bool:

@@ -71,7 +71,11 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         int(call_of.max(initial=-1)) + 1,
         sends,
         (own["level"] == "flow").to_numpy(),
-        *(_longs(own[name]) for name in ("bytes", "start_ns", "last_byte_ns", "bin_ns", "expected_bytes")),
+        _longs(own["bytes"]),
+        _longs(own["start_ns"]),
+        _longs(own["last_byte_ns"]),
+        _longs(own["bin_ns"]),
+        _longs(own["expected_bytes"]),
         VOLUME_TOLERANCE,
     )
     own = own.with_columns(kept=pl.Series(summed.kept), call=pl.Series(call_of))
@@ -84,7 +88,10 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
             pl.when(sender).then("peer_rank").alias("peer_rank"),
             pl.when(sender).then("nic").alias("nic"),
             *(_times(name, getattr(summed, name)) for name in ("entry_ns", "end_ns")),
-            *(pl.Series(name, getattr(summed, name)) for name in ("receives", "sent_bytes", "expected_bytes")),
+            *(
+                pl.Series(name, getattr(summed, name))
+                for name in ("receives", "sent_bytes", "expected_bytes")
+            ),
             pl.Series("bin_ns", summed.bin_ns),
             call=pl.int_range(pl.len()),
         )
@@ -115,7 +122,19 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     receives = ranks["receives"].to_numpy()
     came, since = _arrivals(sent, ranks, calls, stage)
     ready_ns = _ready(
-        calls, stage, team, same, receives, entry_ns, bin_ns, before_ns, same_ns, end_ns, came, since, one_clock
+        calls,
+        stage,
+        team,
+        same,
+        receives,
+        entry_ns,
+        bin_ns,
+        before_ns,
+        same_ns,
+        end_ns,
+        came,
+        since,
+        one_clock,
     )
     since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
     return ranks.with_columns(
@@ -225,9 +244,7 @@ def _summed(
 
 def _partners(sent: pl.DataFrame) -> pl.DataFrame:
     """Of each call that exchanges with several at once, whom it sends to (partners)."""
-    return (
-        sent.filter(pl.col("kind") == "Group").group_by("call").agg(partners=pl.col("peer_rank").unique())
-    )
+    return sent.filter(pl.col("kind") == "Group").group_by("call").agg(partners=pl.col("peer_rank").unique())
 
 
 def _heard(sent: pl.DataFrame) -> pl.DataFrame:
@@ -260,7 +277,10 @@ def _calls(ranks: pl.DataFrame, process: Longs) -> Calls:
         comm,
         _longs(numbers["kind"]),
         _longs(what),
-        *(_longs(ranks[name]) for name in ("rank", "nranks", "op_bytes", "step")),
+        _longs(ranks["rank"]),
+        _longs(ranks["nranks"]),
+        _longs(ranks["op_bytes"]),
+        step,
         operator,
         int(operator.max(initial=-1)) + 1,
         int(comm.max(initial=0)) + 1,
@@ -282,18 +302,13 @@ def _together(calls: Calls, end_ns: Longs, one_clock: bool) -> None:
         for place in range(len(end_ns)):
             row = place if side == 0 else len(end_ns) - 1 - place
             operator = calls.operator[row]
-            if side == 0 or calls.node[row] != node[operator]:
-                if calls.node[row] != node[operator]:
-                    if side == 0:
-                        _insert(latest[operator], here[operator])
-                        machines[operator] += here[operator] != NOTHING
-                    node[operator], here[operator] = calls.node[row], end_ns[row] if side == 0 else local[row]
-            if side == 0:
-                here[operator] = max(here[operator], end_ns[row])
-                local[row] = here[operator]
-            else:
-                here[operator] = max(here[operator], local[row])
-                local[row] = here[operator]
+            if calls.node[row] != node[operator]:
+                if side == 0:
+                    _insert(latest[operator], here[operator])
+                    machines[operator] += here[operator] != NOTHING
+                node[operator], here[operator] = calls.node[row], NOTHING
+            here[operator] = max(here[operator], end_ns[row] if side == 0 else local[row])
+            local[row] = here[operator]
         for operator in range(calls.operators):
             if side == 0:
                 _insert(latest[operator], here[operator])

@@ -242,7 +242,9 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
                 .agg(pl.col("excess_ns").max())
                 .group_by("node", "team")
                 .agg(*sums),
-                processes.select("node", pl.lit(None, compared.schema["team"]).alias("team"), "cost_ns", "times"),
+                processes.select(
+                    "node", pl.lit(None, compared.schema["team"]).alias("team"), "cost_ns", "times"
+                ),
             ]
         )
         .sort("cost_ns", "node", "team", descending=[True, False, False])

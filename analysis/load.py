@@ -181,9 +181,7 @@ def parts_of(directory: Path) -> list[tuple[str, Path]]:
     if not directory.is_dir():
         reason = "it is not a directory" if directory.exists() else "it does not exist"
         raise DataError(f"{directory} is no recording", reason, "Give the directory that pulse record wrote")
-    files = [
-        (table, path) for table in (*TABLES, *DERIVED) for path in _files(directory, table, ".parquet")
-    ]
+    files = [(table, path) for table in (*TABLES, *DERIVED) for path in _files(directory, table, ".parquet")]
     if not files and not _files(directory, "manifest", ".json"):
         raise DataError(
             f"{directory} is no recording",

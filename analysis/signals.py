@@ -45,7 +45,13 @@ def readings(counters: pl.DataFrame) -> pl.DataFrame:
 def intervals(tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
     """`readings` of the port_counters, as localization has them ready for all; nothing where there are none."""
     counters = tables["port_counters"]
-    return tables["readings"] if "readings" in tables else counters if counters.is_empty() else readings(counters)
+    return (
+        tables["readings"]
+        if "readings" in tables
+        else counters
+        if counters.is_empty()
+        else readings(counters)
+    )
 
 
 def find_signals(

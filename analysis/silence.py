@@ -71,7 +71,9 @@ def _reach(rows: pl.DataFrame, until: pl.DataFrame, key: list[str]) -> pl.DataFr
         rows.select(
             *key,
             begin=pl.min_horizontal("call_ns", pl.when(flow).then("start_ns")),
-            end=pl.max_horizontal("call_ns", pl.when(flow).then(pl.max_horizontal("first_stall_ns", "last_byte_ns"))),
+            end=pl.max_horizontal(
+                "call_ns", pl.when(flow).then(pl.max_horizontal("first_stall_ns", "last_byte_ns"))
+            ),
         )
         .group_by(key)
         .agg(pl.col("begin").min(), pl.col("end").max())

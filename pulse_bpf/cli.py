@@ -118,7 +118,11 @@ def parser() -> argparse.ArgumentParser:
 
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
     analyze.add_argument(
-        "recordings", type=place, nargs="+", metavar="DIR", help="recordings, read as one; or URLs, as s3://..."
+        "recordings",
+        type=place,
+        nargs="+",
+        metavar="DIR",
+        help="recordings, read as one; or URLs, as s3://...",
     )
     shape = analyze.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="the findings as JSON")

@@ -20,7 +20,7 @@ from recordings import Fault
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
-from pulse_bpf.errors import OK, PARTIAL, USAGE, DataError, HostError
+from pulse_bpf.errors import OK, USAGE, DataError, HostError
 from pulse_bpf.fleet.engine import Dask, Engine, Local, analyze
 from pulse_bpf.fleet.places import look, partitions
 

@@ -6,8 +6,9 @@ the workers that cut them to the one that concludes, and only findings come here
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,10 @@ from pulse_bpf.fleet.places import NOBODY, OF_NODES, Piece, Seen, look, partitio
 from pulse_bpf.schema import BOOL
 
 Told = Callable[[str, int, int], object]
+
+with suppress(ImportError):
+    # Workers keep within their memory, and tasks near their data, by how large Dask takes results to be.
+    importlib.import_module("dask.sizeof").sizeof.register(pl.DataFrame)(pl.DataFrame.estimated_size)
 
 
 class Engine(AbstractContextManager["Engine"], Protocol):
@@ -53,22 +58,22 @@ class Local(AbstractContextManager["Local"]):
 
 
 class Dask(AbstractContextManager["Dask"]):
-    """Tasks of the cluster at `scheduler`, or of one that lives as long as this, with a process for each CPU here, or so
-    many `workers`.
+    """Tasks of the cluster at `scheduler`, or of one that lives as long as this, with `workers` processes, or one for
+    each CPU here.
 
     HostError without Dask, where the cluster does not answer, or where a task dies with one worker after the other.
     """
 
     def __init__(self, scheduler: str | None = None, workers: int | None = None) -> None:
         try:
-            import distributed
+            distributed: Any = importlib.import_module("distributed")
         except ImportError as error:
             next_step = "Install it: pip install 'pulse-trace[dask]'"
             raise HostError("--engine dask needs Dask", str(error), next_step) from error
         self._distributed = distributed
         self.cluster = self._started(workers) if scheduler is None else None
         try:
-            self._client = distributed.Client(self.cluster or scheduler, timeout=10)
+            self.client = distributed.Client(self.cluster or scheduler, timeout=10)
         except (OSError, ValueError) as error:
             next_step = "Give it as tcp://HOST:PORT, as the scheduler says it when it starts"
             raise HostError(f"no scheduler answers at {scheduler}", str(error), next_step) from error
@@ -76,9 +81,11 @@ class Dask(AbstractContextManager["Dask"]):
     def _started(self, workers: int | None) -> Any:
         import dask
 
-        # Who may speak to a scheduler runs anything as its user: here only who has its key, which is kept in memory, and
-        # pages that need no key are not served.
-        routes = {f"distributed.{which}.http.routes": [] for which in ("scheduler", "worker")}
+        # Who may speak to a scheduler runs anything as its user: here only who has its key, which is kept in memory.
+        # Pages that need no key are not served.
+        routes: dict[str, list[str]] = {
+            f"distributed.{which}.http.routes": [] for which in ("scheduler", "worker")
+        }
         with dask.config.set(routes):
             return self._distributed.LocalCluster(
                 n_workers=workers,
@@ -91,18 +98,18 @@ class Dask(AbstractContextManager["Dask"]):
             )
 
     def __exit__(self, *_: object) -> None:
-        self._client.close()
+        self.client.close()
         if self.cluster is not None:
             self.cluster.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return self._client.submit(function, *arguments, pure=False)
+        return self.client.submit(function, *arguments, pure=False)
 
     def results(self, given: Sequence[Any], told: Callable[[int], object]) -> list[Any]:
         try:
             for done, _ in enumerate(self._distributed.as_completed(given), 1):
                 told(done)
-            return list(self._client.gather(list(given)))
+            return list(self.client.gather(list(given)))
         except self._distributed.KilledWorker as error:
             why = str(error).splitlines()[0]
             raise HostError(
@@ -139,9 +146,7 @@ class Cut(NamedTuple):
     damaged: list[str]
 
 
-def analyze(
-    places: Sequence[str], window: Window | None, engine: Engine, told: Told
-) -> tuple[Findings, Any]:
+def analyze(places: Sequence[str], window: Window | None, engine: Engine, told: Told) -> tuple[Findings, Any]:
     """The findings of the recordings at `places`, directories or URLs that fsspec knows, taken as one, and what stands
     for the Cut with their operators (Engine.results).
 
@@ -185,11 +190,11 @@ def carry(pieces: Sequence[Piece], start_ns: int) -> pl.DataFrame:
 
 
 def own(pieces: Sequence[Piece], carried: Sequence[pl.DataFrame], start_ns: int) -> pl.DataFrame:
-    """Whose all queue pairs are (attribute.FLOWS), by the tables of the whole job and what `carry` gave of each part."""
+    """Whose all queue pairs are (attribute.FLOWS), by the tables of the whole job and what `carry` gave of each."""
     with staged(pieces) as directories:
         recording = load(directories)
         kept = recording.kept("flows", attribute.FLOWS)
-    first = pl.concat([pl.DataFrame(schema={**CARRIED, "wire": BOOL}), *carried])
+    first = pl.concat([pl.DataFrame(schema=pl.Schema([*CARRIED.items(), ("wire", BOOL)])), *carried])
     # Of nodes without samples nothing was carried.
     silent = recording.lives.select("flow").join(first, on="flow", how="anti")
     nothing = silent.join(pl.DataFrame({"tx": [False, True]}), how="cross").select(
@@ -201,7 +206,7 @@ def own(pieces: Sequence[Piece], carried: Sequence[pl.DataFrame], start_ns: int)
         sizes=pl.lit([], pl.List(pl.Int64)),
         lengths=pl.lit([0] * len(SILENCES), pl.List(pl.Int64)),
     )
-    bursts = from_table(pl.concat([first.drop("wire"), nothing.cast(dict(CARRIED))]), start_ns)
+    bursts = from_table(pl.concat([first.drop("wire"), nothing.cast(pl.Schema(CARRIED))]), start_ns)
     flows = attribute.flows(recording, attribute.Carried(bursts, bool(first["wire"].any())))
     return pl.concat([kept, flows.filter(~pl.col("node").is_in(kept["node"].unique().implode()))])
 
