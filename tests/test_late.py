@@ -93,6 +93,21 @@ def test_a_single_long_delay_is_enough_when_nobody_else_has_any() -> None:
     assert _late(elsewhere) == []
 
 
+@pytest.mark.parametrize(("apart_ns", "named"), [(PERIOD_NS, ["node1"]), (100_000, [])])
+def test_late_to_what_was_called_together_is_late_once(apart_ns: int, named: list[str]) -> None:
+    """After a common pause, a rank that comes later than the others is late to all operators of that moment."""
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 1 and step in (5, 6, 7) else 0)
+    volley = pl.when(pl.col("op_seq").is_between(5, 7)).then(
+        5 * PERIOD_NS - MS + (pl.col("op_seq").cast(pl.Int64) - 5) * apart_ns
+    )
+    # In a longer recording than the others', where one delay of this length is no evidence.
+    pause_ns = pl.when(pl.col("op_seq") == STEPS - 1).then(5 * PERIOD_NS).otherwise(0)
+    rows = rows.with_columns(call_ns=volley.otherwise("call_ns")).with_columns(
+        pl.col("call_ns", "start_ns", "last_byte_ns", "end_ns") + pause_ns
+    )
+    assert [node for node, _ in _late(rows)] == named
+
+
 def test_an_expert_with_more_tokens_is_no_slow_machine() -> None:
     """It computes longer before it sends, and sends more."""
     rows = _rows(
