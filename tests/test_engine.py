@@ -23,6 +23,8 @@ from pulse_bpf.analysis.load import load
 from pulse_bpf.errors import OK, USAGE, DataError, HostError
 from pulse_bpf.fleet.engine import Dask, Engine, Local, analyze
 from pulse_bpf.fleet.places import look, partitions
+from pulse_bpf.lab.sim.scenarios import SCENARIOS
+from pulse_bpf.lab.sim.simulate import simulate
 
 FAULTS = {
     "healthy": None,
@@ -87,6 +89,16 @@ def test_partitions_say_what_the_whole_says(name: str, kept: dict[str, list[Path
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_cluster_says_what_the_whole_says(name: str, kept: dict[str, list[Path]], dask: Dask) -> None:
     _same(kept[name], dask)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("source", ["packets", "pcc", "diag+netlink"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_cluster_says_what_the_whole_says_of_simulated_jobs(
+    scenario: str, source: str, tmp_path: Path, dask: Dask
+) -> None:
+    simulate(scenario, tmp_path / "rec", seed=1, nodes=4, gpus=4, seconds=0.5, source=source)
+    _same([tmp_path / "rec"], dask)
 
 
 def test_each_node_is_a_partition(kept: dict[str, list[Path]]) -> None:

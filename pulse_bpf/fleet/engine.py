@@ -7,6 +7,7 @@ the workers that cut them to the one that concludes, and only findings come here
 from __future__ import annotations
 
 import importlib
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -82,11 +83,14 @@ class Dask(AbstractContextManager["Dask"]):
         import dask
 
         # Who may speak to a scheduler runs anything as its user: here only who has its key, which is kept in memory.
-        # Pages that need no key are not served.
-        routes: dict[str, list[str]] = {
-            f"distributed.{which}.http.routes": [] for which in ("scheduler", "worker")
+        # Pages that need no key are not served, and what does not fit into memory goes where nobody else may look.
+        self._scratch = tempfile.TemporaryDirectory(prefix="pulse-")
+        settings: dict[str, Any] = {
+            "distributed.scheduler.http.routes": [],
+            "distributed.worker.http.routes": [],
+            "temporary-directory": self._scratch.name,
         }
-        with dask.config.set(routes):
+        with dask.config.set(settings):
             return self._distributed.LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
@@ -101,6 +105,7 @@ class Dask(AbstractContextManager["Dask"]):
         self.client.close()
         if self.cluster is not None:
             self.cluster.close()
+            self._scratch.cleanup()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return self.client.submit(function, *arguments, pure=False)
