@@ -97,7 +97,7 @@ def test_a_cluster_says_what_the_whole_says(name: str, kept: dict[str, list[Path
 def test_a_cluster_says_what_the_whole_says_of_simulated_jobs(
     scenario: str, source: str, tmp_path: Path, dask: Dask
 ) -> None:
-    simulate(scenario, tmp_path / "rec", seed=1, nodes=4, gpus=4, seconds=0.5, source=source)
+    simulate(scenario, tmp_path / "rec", seed=1, nodes=8, gpus=4, seconds=0.3, source=source)
     _same([tmp_path / "rec"], dask)
 
 

@@ -25,7 +25,9 @@ def test_calls_are_numbered_in_order(rows: list[tuple[int, int, int]]) -> None:
 
 
 @given(NAMES, NAMES)
-def test_numbered_names_sort_join_and_compare_as_text(nodes: list[str | None], peers: list[str | None]) -> None:
+def test_numbered_names_sort_join_and_compare_as_text(
+    nodes: list[str | None], peers: list[str | None]
+) -> None:
     operators = pl.DataFrame({"node": nodes, "kind": nodes}, schema={"node": pl.String, "kind": pl.String})
     flows = pl.DataFrame({"peer_node": peers}, schema={"peer_node": pl.String})
     given_operators, given_flows, tables = numbered_names(operators, flows, {"nics": operators})

@@ -21,7 +21,7 @@ from pulse_bpf import analysis
 from pulse_bpf.analysis import attribute, metrics
 from pulse_bpf.analysis.bursts import CARRIED, SILENCES, from_table
 from pulse_bpf.analysis.findings import Findings
-from pulse_bpf.analysis.load import Recording, load
+from pulse_bpf.analysis.load import LAZY, Recording, load
 from pulse_bpf.analysis.window import Window
 from pulse_bpf.errors import HostError
 from pulse_bpf.fleet.places import NOBODY, OF_NODES, Piece, Seen, look, partitions, staged, table_of
@@ -187,7 +187,7 @@ def _is_of_job(name: str, node: str | None) -> bool:
 def carry(pieces: Sequence[Piece], start_ns: int) -> pl.DataFrame:
     """What the flows of a partition carried first (bursts.CARRIED), and whether that is with headers (wire)."""
     with staged(pieces) as directories:
-        recording = load(directories)
+        recording = load(directories, ("qps", *LAZY))
         bursts, wire = attribute.carried_first(recording, start_ns)
     # The table of queue pairs may be that of all nodes.
     here = recording.lives.filter(pl.col("node").is_in(recording.samples.nodes))
@@ -219,7 +219,7 @@ def own(pieces: Sequence[Piece], carried: Sequence[pl.DataFrame], start_ns: int)
 def cut(pieces: Sequence[Piece], flows: pl.DataFrame) -> Cut:
     """The operators of the nodes of a partition, or those that it holds already."""
     with staged(pieces) as directories:
-        recording = load(directories)
+        recording = load(directories, ("qps", "ops", "coverage", *OF_NODES))
         operators = analysis.cut(recording, flows)
         return Cut(operators, _named(recording.damaged, directories, pieces))
 
