@@ -14,9 +14,7 @@ from pulse_bpf.schema import I32, STR
 CONTROL_SHARE = 0.05
 
 
-def data_directions(
-    carried: Bursts, known: pl.DataFrame, possible: pl.DataFrame, wire: bool
-) -> pl.DataFrame:
+def data_directions(carried: Bursts, known: pl.DataFrame, possible: pl.DataFrame, wire: bool) -> pl.DataFrame:
     """flow, `direction`: which way the data of each flow went, by what both its ends `carried`; and `data`, that way
     where what went the other way can only be control.
 
@@ -29,7 +27,10 @@ def data_directions(
     there = seen.select(
         pl.col("flow").alias("peer_flow"),
         *(pl.col(name).alias(other) for name, other in (("rx", "out"), ("tx", "back"))),
-        *(pl.col(f"{name}_control").alias(f"{other}_control") for name, other in (("rx", "out"), ("tx", "back"))),
+        *(
+            pl.col(f"{name}_control").alias(f"{other}_control")
+            for name, other in (("rx", "out"), ("tx", "back"))
+        ),
     )
     pairs = pl.concat([frame.select("flow", "peer_flow") for frame in (known, possible)])
     controls = [f"{name}_control" for name in ("tx", "rx", "out", "back")]
