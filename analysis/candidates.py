@@ -47,8 +47,8 @@ def data_directions(carried: Bursts, known: pl.DataFrame, possible: pl.DataFrame
     none_sent = pl.any_horizontal("tx_control", "out_control")
     none_received = pl.any_horizontal("rx_control", "back_control")
     known_ends = pl.lit(wire) & pl.col("out").is_not_null() & (none_sent != none_received)
-    direction = pl.when(known_ends & none_sent).then(pl.lit("rx")).when(known_ends).then(pl.lit("tx"))
-    direction = direction.otherwise(most)
+    by_size = pl.when(none_sent).then(pl.lit("rx")).otherwise(pl.lit("tx"))
+    direction = pl.when(known_ends).then(by_size).otherwise(most)
     return both.filter(sent + received > 0).select(
         "flow", direction=direction, data=pl.when(little | known_ends).then(direction)
     )
