@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,9 +26,15 @@ class Judged(NamedTuple):
     findings: Findings
 
 
-def judge(directories: Sequence[Path], window: Window | None, console: Console) -> Judged:
+def judge(
+    directories: Sequence[Path],
+    window: Window | None,
+    console: Console,
+    on_rows: Callable[[pl.DataFrame], object] | None = None,
+) -> Judged:
     """What the recordings in `directories` say; a terminal behind `console` is shown how far that is, and what is lost.
 
+    `on_rows` gets the rows of the operators table as they are made, see analysis.measure.
     DataError when one of them is unusable, UsageError when nothing was recorded in the window.
     """
     columns = (
@@ -53,7 +59,7 @@ def judge(directories: Sequence[Path], window: Window | None, console: Console) 
                 losses=_losses(recording),
             )
 
-        operators, flows = analysis.measure(recording, on_read)
+        operators, flows = analysis.measure(recording, on_read, on_rows)
         progress.update(task, description="comparing ranks", total=None)
         findings = analysis.conclude(recording, operators, flows, window)
     return Judged(recording, operators, flows, findings)
