@@ -53,9 +53,18 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not _interrupted(error) or (arguments.debug and not isinstance(error, KeyboardInterrupt)):
+            raise
         _notices.print("pulse: interrupted", style="red", highlight=False)
         return PARTIAL
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind `error`: libraries that it interrupts may fail in their own way while they clean up."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def parser() -> argparse.ArgumentParser:

@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from pulse_bpf import analysis
+from pulse_bpf.analysis.compiled import when_compiling
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.seen import lost_events
 from pulse_bpf.analysis.window import Window
+
+COMPILING = "pulse: compiling the analysis, once after an installation; that takes half a minute or more"
 
 
 class Judged(NamedTuple):
@@ -44,7 +47,10 @@ def judge(
         TimeRemainingColumn(compact=True),
         TextColumn("[yellow]{task.fields[losses]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        when_compiling(lambda: console.print(COMPILING, highlight=False, soft_wrap=True)),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("reading tables", total=None, losses="")
         recording = load(directories)
         progress.update(task, description="finding whose traffic", losses=_losses(recording))
