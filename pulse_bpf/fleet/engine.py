@@ -123,9 +123,13 @@ class Dask(AbstractContextManager["Dask"]):
 
 
 def judge_elsewhere(
-    places: Sequence[Path | str], window: Window | None, engine: Engine, console: Console, rows: bool
-) -> tuple[Findings, pl.DataFrame]:
-    """The findings as `analyze` gives them, and the operators if these `rows` are wanted, else none of them.
+    places: Sequence[Path | str],
+    window: Window | None,
+    engine: Engine,
+    console: Console,
+    on_rows: Callable[[pl.DataFrame], object] | None,
+) -> Findings:
+    """The findings as `analyze` gives them; `on_rows` gets the operators, which else stay where they are.
 
     A terminal behind `console` is shown how far it is.
     """
@@ -138,10 +142,9 @@ def judge_elsewhere(
 
         where = [str(place.resolve()) if isinstance(place, Path) else place for place in places]
         findings, whole = analyze(where, window, engine, told)
-        operators = pl.DataFrame(schema=metrics.OPERATORS)
-        if rows:
-            operators = engine.results([whole], lambda done: told("fetching operators", done, 1))[0].operators
-    return findings, operators
+        if on_rows:
+            on_rows(engine.results([whole], lambda done: told("fetching operators", done, 1))[0].operators)
+    return findings
 
 
 class Cut(NamedTuple):
@@ -208,6 +211,7 @@ def own(pieces: Sequence[Piece], carried: Sequence[pl.DataFrame], start_ns: int)
         pl.lit(-1).alias("slot"),
         pl.lit(0).alias("total"),
         pl.lit(0).alias("bin_ns"),
+        pl.lit(True).alias("control"),
         sizes=pl.lit([], pl.List(pl.Int64)),
         lengths=pl.lit([0] * len(SILENCES), pl.List(pl.Int64)),
     )
@@ -228,7 +232,10 @@ def gathered(cuts: Sequence[Cut]) -> Cut:
     """Those of all partitions, in the order of analysis.measure: what ports moved comes last."""
     port = pl.col("level") == "port"
     rows = [part.operators.filter(where) for where in (~port, port) for part in cuts]
-    return Cut(metrics.together(rows), [text for part in cuts for text in part.damaged])
+    return Cut(
+        pl.concat([pl.DataFrame(schema=metrics.OPERATORS), *rows]),
+        [text for part in cuts for text in part.damaged],
+    )
 
 
 def concluded(
