@@ -43,22 +43,22 @@ def measure(
     Of nodes whose operators the recording holds, these are taken, and what their flows are with them. `on_read` is told
     how many samples were read, batch after batch, `on_rows` gets all rows as `rows` gives them.
     """
-    flows = _owners(recording)
+    flows = _flows(recording)
     return cut(recording, flows, on_read, on_rows), flows
 
 
 def rows(recording: Recording) -> Iterator[pl.DataFrame]:
     """The operators table some rows at a time, in no order but that of the nodes: for tables too large for memory."""
     kept = recording.kept("operators", metrics.OPERATORS)
-    narrowest = [narrowest_bins(pl.DataFrame(schema=metrics.OPERATORS))]
     known = kept["node"].unique()
+    narrowest = [narrowest_bins(kept)]
     yield kept
-    for blocks in _blocks(recording, _owners(recording), known, None):
+    for blocks in _blocks(recording, _flows(recording), known, None):
         for block in blocks:
             table = metrics.table([block])
             narrowest.append(narrowest_bins(table))
             yield table
-    yield port_bursts(_ports(recording, known), narrowest)
+    yield _of_ports(recording, narrowest, known)
 
 
 def cut(
@@ -74,7 +74,7 @@ def cut(
         on_rows(kept)
     if not kept.is_empty() and set(recording.samples.nodes) <= set(known):
         return kept
-    return pl.concat([kept, measure_with(recording, flows, known, on_read, on_rows)])
+    return metrics.together([kept, measure_with(recording, flows, known, on_read, on_rows)])
 
 
 def measure_with(
@@ -88,7 +88,7 @@ def measure_with(
 
     Of each node only its own data is used.
     """
-    parts = [pl.DataFrame(schema=metrics.OPERATORS)]
+    parts = []
     for blocks in _blocks(recording, flows, known, on_read):
         held = []
         for block in blocks:
@@ -96,14 +96,14 @@ def measure_with(
             if on_rows:
                 on_rows(metrics.table([block]))
         parts.append(metrics.table(held))
-    ports = port_bursts(_ports(recording, known), map(narrowest_bins, parts))
+    ports = _of_ports(recording, [narrowest_bins(metrics.together([])), *map(narrowest_bins, parts)], known)
     if on_rows:
         on_rows(ports)
-    return pl.concat([*parts, ports])
+    return metrics.together([*parts, ports])
 
 
-def _owners(recording: Recording) -> pl.DataFrame:
-    """attribute.FLOWS, those that the recording holds and the others."""
+def _flows(recording: Recording) -> pl.DataFrame:
+    """Whose all queue pairs are (attribute.FLOWS): what the recording holds, and of other nodes what it tells."""
     kept = recording.kept("flows", attribute.FLOWS)
     known = kept["node"].unique()
     if not kept.is_empty() and set(recording.samples.nodes) <= set(known):
@@ -111,8 +111,9 @@ def _owners(recording: Recording) -> pl.DataFrame:
     return pl.concat([kept, attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))])
 
 
-def _ports(recording: Recording, known: Collection[str]) -> pl.DataFrame:
-    return recording["port_samples"].filter(~pl.col("node").is_in(list(known)))
+def _of_ports(recording: Recording, narrowest: list[pl.DataFrame], known: Collection[str]) -> pl.DataFrame:
+    samples = recording["port_samples"].filter(~pl.col("node").is_in(list(known)))
+    return port_bursts(samples, narrowest)
 
 
 def _blocks(
@@ -123,9 +124,8 @@ def _blocks(
 ) -> Iterator[Iterator[pl.DataFrame]]:
     """What metrics.measure makes of some nodes, then of others; one is to be read to its end before the next."""
     covered = attribute.covered(recording)
-    for nodes, batches in groupby(_read(recording, on_read), lambda batch: batch.nodes):
-        if set(nodes) <= set(known):
-            continue
+    unknown = (batch for batch in _read(recording, on_read) if not set(batch.nodes) <= set(known))
+    for nodes, batches in groupby(unknown, lambda batch: batch.nodes):
         here = pl.col("node").is_in(nodes)
         own = flows.filter(here)
         called, sent = segment.program(recording["ops"].filter(here))

@@ -76,8 +76,8 @@ def _causes(
 ) -> tuple[list[Finding], list[str]]:
     asked = marks(tables)
     faulty = {item.node for item in signals}
-    with ThreadPoolExecutor() as threads:
-        ceilings = threads.submit(find_capped, aligned, asked)
+    with ThreadPoolExecutor() as other:
+        ceilings = other.submit(find_capped, aligned, asked)
         lossy = (
             [] if signals else find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
         )

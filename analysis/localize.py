@@ -49,14 +49,14 @@ def localize(
     same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
     # What depends on nothing of each other runs side by side.
-    with ThreadPoolExecutor() as threads:
-        layout = threads.submit(_layout, operators, tables["comms"])
-        stopped = threads.submit(find_stops, aligned, tables, window[1])
+    with ThreadPoolExecutor() as beside:
+        layout = beside.submit(_layout, operators, tables["comms"])
+        stopped = beside.submit(find_stops, aligned, tables, window[1])
         if part is not None:
             window = resolved(part, window)
             aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
         tables["readings"] = intervals(tables)
-        seen = threads.submit(coverage_of, aligned, flows, tables, damaged)
+        seen = beside.submit(coverage_of, aligned, flows, tables, damaged)
         signals = find_signals(aligned, flows, tables)
     iteration, groups = layout.result()
     # Only the rest of the recording tells a job that stands still from one that goes on after the window.

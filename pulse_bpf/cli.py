@@ -249,14 +249,18 @@ def _analyze(arguments: argparse.Namespace) -> int:
     if arguments.scheduler and arguments.engine != "dask":
         raise UsageError("--scheduler goes with --engine dask")
     with RowsFile(arguments.operators) if arguments.operators else nullcontext() as file:
-        on_rows = file.append if file else None
         if arguments.engine == "local" and all(isinstance(each, Path) for each in arguments.recordings):
+            on_rows = file.append if file else None
             findings = judge(arguments.recordings, arguments.window, _notices, on_rows).findings
         else:
             from pulse_bpf.fleet.engine import Dask, Local, judge_elsewhere
 
             with Dask(arguments.scheduler) if arguments.engine == "dask" else Local() as engine:
-                findings = judge_elsewhere(arguments.recordings, arguments.window, engine, _notices, on_rows)
+                findings, operators = judge_elsewhere(
+                    arguments.recordings, arguments.window, engine, _notices, file is not None
+                )
+            if file:
+                file.append(operators)
         if arguments.explain:
             write(explain(findings, arguments.explain))
         else:

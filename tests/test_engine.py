@@ -188,6 +188,7 @@ def test_the_command_line(tmp_path: Path, kept: dict[str, list[Path]]) -> None:
     near = _pulse(*kept["slow"], "--json", "--operators", tmp_path / "near.parquet")
     assert (far.returncode, far.stderr) == (OK, "")
     assert json.loads(far.stdout) == json.loads(near.stdout)
-    both = [pl.read_parquet(file).drop("flows") for file in (rows, tmp_path / "near.parquet")]
-    assert_frame_equal(*both, check_row_order=False)
+    near_rows = pl.read_parquet(tmp_path / "near.parquet")
+    # The local engine writes operators as they are cut, in no order but that of the nodes.
+    assert_frame_equal(pl.read_parquet(rows), near_rows, check_row_order=False)
     assert _pulse(*kept["slow"], "--scheduler", "tcp://127.0.0.1:1").returncode == USAGE

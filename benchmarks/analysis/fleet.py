@@ -25,6 +25,7 @@ from simulated_recordings import simulated
 from pulse_bpf import analysis
 from pulse_bpf.analysis.clock_offsets import TIMES
 from pulse_bpf.analysis.load import Recording, load
+from pulse_bpf.analysis.metrics import together
 from pulse_bpf.schema import comm_id
 
 GPUS, STAGES = 8, 4
@@ -133,7 +134,7 @@ def fleet(
     ]
     tables = {name: frame.clear() for name, frame in small.tables.items()}
     tables |= {name: pl.concat([part[name] for part in parts]) for name in TABLES}
-    operators = pl.concat([part["operators"] for part in parts])
+    operators = together([part["operators"] for part in parts])
     flows = pl.concat([part["flows"] for part in parts])
     return Fleet(operators, flows, tables, copier.fault(small.fault))
 

@@ -123,13 +123,9 @@ class Dask(AbstractContextManager["Dask"]):
 
 
 def judge_elsewhere(
-    places: Sequence[Path | str],
-    window: Window | None,
-    engine: Engine,
-    console: Console,
-    on_rows: Callable[[pl.DataFrame], object] | None,
-) -> Findings:
-    """The findings as `analyze` gives them; `on_rows` gets the operators, which else stay where they are.
+    places: Sequence[Path | str], window: Window | None, engine: Engine, console: Console, rows: bool
+) -> tuple[Findings, pl.DataFrame]:
+    """The findings as `analyze` gives them, and the operators if these `rows` are wanted, else none of them.
 
     A terminal behind `console` is shown how far it is.
     """
@@ -142,9 +138,10 @@ def judge_elsewhere(
 
         where = [str(place.resolve()) if isinstance(place, Path) else place for place in places]
         findings, whole = analyze(where, window, engine, told)
-        if on_rows:
-            on_rows(engine.results([whole], lambda done: told("fetching operators", done, 1))[0].operators)
-    return findings
+        operators = pl.DataFrame(schema=metrics.OPERATORS)
+        if rows:
+            operators = engine.results([whole], lambda done: told("fetching operators", done, 1))[0].operators
+    return findings, operators
 
 
 class Cut(NamedTuple):
@@ -232,10 +229,7 @@ def gathered(cuts: Sequence[Cut]) -> Cut:
     """Those of all partitions, in the order of analysis.measure: what ports moved comes last."""
     port = pl.col("level") == "port"
     rows = [part.operators.filter(where) for where in (~port, port) for part in cuts]
-    return Cut(
-        pl.concat([pl.DataFrame(schema=metrics.OPERATORS), *rows]),
-        [text for part in cuts for text in part.damaged],
-    )
+    return Cut(metrics.together(rows), [text for part in cuts for text in part.damaged])
 
 
 def concluded(
