@@ -20,8 +20,8 @@ _CODEC = "zstd"
 # `final`: the row will not change, and comes once. What is not replaces all that was not before.
 SENT_OPERATORS = pl.Schema({**OPERATORS, "final": BOOL})
 # Tables that say how things are, sent whole and only when that changed; the others hold what is new.
-STATE = ("nodes", "nics", "processes", "comms", "channels", "qps", "flows", "libraries")
-NEWS = ("operators", "coverage", "events", "port_counters", "clocks")
+STATE = ("nodes", "nics", "processes", "comms", "channels", "qps", "flows")
+NEWS = ("operators", "coverage", "events", "port_counters")
 SCHEMAS: dict[str, pl.Schema] = {
     "operators": SENT_OPERATORS,
     "flows": FLOWS,
