@@ -20,6 +20,7 @@ from pulse_bpf.analysis.text import printable
 from pulse_bpf.errors import HostError, UsageError
 from pulse_bpf.live.findings_log import Event
 from pulse_bpf.live.metrics import CollectorMetrics
+from pulse_bpf.live.token import read_token
 from pulse_bpf.live.words import culprit, headline
 
 SCHEMA_VERSION = 1
@@ -146,16 +147,7 @@ class Webhook:
     def _headers(self) -> dict[str, str]:
         headers = {"Content-Type": "application/json"}
         if self._token_file is not None:
-            try:
-                token = self._token_file.read_text().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                why = error.strerror if isinstance(error, OSError) and error.strerror else "it is no text"
-                raise HostError(f"cannot read the webhook's token in {self._token_file}", why) from error
-            if not (token and token.isascii() and token.isprintable()):
-                raise HostError(
-                    f"{self._token_file} holds no token", "a token is one line of printable ASCII"
-                )
-            headers["Authorization"] = f"Bearer {token}"
+            headers["Authorization"] = f"Bearer {read_token(self._token_file)}"
         return headers
 
     def _alerts(self, event: Event) -> list[dict[str, Any]]:
