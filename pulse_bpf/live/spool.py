@@ -126,6 +126,4 @@ def _left_in(root: Path) -> list[Entry]:
     begun = {}
     for at_ns, entry in found:
         begun[entry.spool] = min(at_ns, begun.get(entry.spool, at_ns))
-    return sorted(
-        (entry for _, entry in found), key=lambda entry: (begun[entry.spool], entry.spool, entry.sequence)
-    )
+    return sorted((entry for _, entry in found), key=lambda entry: (begun[entry.spool], entry.spool, entry.sequence))

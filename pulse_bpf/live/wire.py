@@ -149,3 +149,4 @@ def _table(row: Mapping[str, object]) -> pl.DataFrame:
 
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
