@@ -17,7 +17,7 @@ from pulse_bpf.schema import STREAMED, TABLES, conform, empty
 # All agents cut at the same moments, so that none of the ranks that are compared was watched for longer.
 STEP_NS = 500_000_000
 # What a second of warm-up, the longest usual operator and one step need.
-WINDOW_NS = 3_000_000_000
+WINDOW_NS = 2_500_000_000
 # An operator that ended so long ago gets no more bytes: twice what the walk through the samples waits.
 SETTLED_NS = 100_000_000
 # What of other nodes tells where this one's queue pairs lead.
@@ -45,14 +45,19 @@ class Cutting:
         self._left = pl.DataFrame(schema={name: OPERATORS[name] for name in (*_COMM, "op_seq")})
         self._final = self._left
         self._open = pl.DataFrame(schema=OPERATORS)
+        # How many bins of the source are one, and how wide that is: 0 before any came.
         self.widen = 1
+        self.bin_ns = 0
 
     def append(self, table: str, frame: pl.DataFrame) -> None:
         """More rows of a table that grows; samples come `widen` bins in one."""
         if frame.is_empty():
             return
         frame = conform(frame, table)
-        self._grown[table].append(_wider(frame, self.widen) if table == "samples" else frame)
+        if table == "samples":
+            frame = _wider(frame, self.widen)
+            self.bin_ns = int(frame["bin_ns"].max())  # type: ignore[arg-type]
+        self._grown[table].append(frame)
 
     def replace(self, table: str, frame: pl.DataFrame) -> None:
         """The whole of a small table."""
@@ -82,17 +87,26 @@ class Cutting:
             "coverage": self._state["coverage"],
             **{table: self._news(table, until_ns) for table in _SENT},
         }
-        state = self._state | {"flows": flows.filter(pl.col("node").is_in(nodes))}
-        for table in STATE:
-            frame = state.get(table)
-            if frame is not None and not _same(frame, self._told.get(table)):
-                told[table] = self._told[table] = frame
         self._until_ns = until_ns
-        return told
+        return told | self._changed(self._state | {"flows": flows.filter(pl.col("node").is_in(nodes))})
+
+    def greet(self, until_ns: int) -> Tables:
+        """What is to be sent of the time up to `until_ns` before anything is cut: how things are."""
+        self._until_ns = until_ns
+        return self._changed(self._state)
 
     def tell_all(self) -> None:
         """Sends all tables with the next step, as to a collector that knows nothing."""
         self._told.clear()
+
+    def _changed(self, state: Mapping[str, pl.DataFrame]) -> Tables:
+        new = {
+            table: state[table]
+            for table in STATE
+            if table in state and not _same(state[table], self._told.get(table))
+        }
+        self._told |= new
+        return new
 
     def _recording(self, since_ns: int, until_ns: int) -> Recording:
         def within(table: str, time: str) -> pl.DataFrame:

@@ -17,8 +17,12 @@ _NAME = re.compile(r"([0-9a-f]{16})-([0-9]{12})\.step")
 
 
 class Entry(NamedTuple):
-    """Number `sequence` of what was said under the name `spool`: in a file, or in `held` where the disk refused it."""
+    """Number `sequence` of what was said under the name `spool`: in a file, or in `held` where the disk refused it.
 
+    `order` rises over all that waits.
+    """
+
+    order: int
     spool: str
     sequence: int
     size: int
@@ -27,7 +31,7 @@ class Entry(NamedTuple):
 
 
 class Spool:
-    """Batches in the order in which they were put, in files of `root`; DataError never, and no more than `most_bytes`.
+    """Batches in the order in which they were put, in files of `root`, and no more than `most_bytes` of them.
 
     Each start of an agent numbers from 0 under a new name, and delivers what an earlier one left under that one's: so no
     number is ever used twice, also after a kill or when the disk was lost. Beyond `most_bytes`, of which `held_bytes`
@@ -49,6 +53,7 @@ class Spool:
         self._most_bytes, self._held_bytes = most_bytes, held_bytes
         self._next = 0
         self._entries = deque(_left_in(root))
+        self._order = len(self._entries)
 
     @property
     def next_sequence(self) -> int:
@@ -72,21 +77,17 @@ class Spool:
             self.refused = None
         except HostError as error:
             self.refused, held = str(error), content
-        self._entries.append(Entry(self.name, self._next, len(content), path, held))
+        self._entries.append(Entry(self._order, self.name, self._next, len(content), path, held))
         self._next += 1
+        self._order += 1
         while self.bytes > self._most_bytes or self._held() > self._held_bytes:
             in_memory = self._held() > self._held_bytes
             self._drop(next(entry for entry in self._entries if not in_memory or entry.held is not None))
             self.dropped += 1
 
-    def after(self, spool: str | None, sequence: int) -> Entry | None:
-        """The entry behind that one, or the oldest of all where it is not there or none is named."""
-        passed = spool is None or not any(entry[:2] == (spool, sequence) for entry in self._entries)
-        for entry in self._entries:
-            if passed:
-                return entry
-            passed = entry[:2] == (spool, sequence)
-        return None
+    def after(self, order: int) -> Entry | None:
+        """The first entry behind that one in order; None when there is none."""
+        return next((entry for entry in self._entries if entry.order > order), None)
 
     def content(self, entry: Entry) -> bytes | None:
         """What was put; None when its file is gone or cannot be read, and then it is dropped."""
@@ -97,10 +98,16 @@ class Spool:
             self.dropped += 1
             return None
 
-    def delivered(self, spool: str, sequence: int) -> None:
-        """Forgets what the collector has: all up to `sequence` of `spool`."""
-        for entry in [each for each in self._entries if each.spool == spool and each.sequence <= sequence]:
+    def oldest(self, spool: str) -> int:
+        """The lowest number that is left of `spool`; what is put next where none is."""
+        return min((entry.sequence for entry in self._entries if entry.spool == spool), default=self._next)
+
+    def delivered(self, spool: str, sequence: int) -> tuple[int, int]:
+        """Forgets what the collector has, all up to `sequence` of `spool`: how many, and their bytes."""
+        there = [each for each in self._entries if each.spool == spool and each.sequence <= sequence]
+        for entry in there:
             self._drop(entry)
+        return len(there), sum(entry.size for entry in there)
 
     def _held(self) -> int:
         return sum(entry.size for entry in self._entries if entry.held is not None)
@@ -119,11 +126,14 @@ def _left_in(root: Path) -> list[Entry]:
             match = _NAME.fullmatch(path.name)
             if match:
                 status = path.stat()
-                entry = Entry(match[1], int(match[2]), status.st_size, path, None)
+                entry = Entry(0, match[1], int(match[2]), status.st_size, path, None)
                 found.append((status.st_mtime_ns, entry))
             elif path.name.endswith(".step.tmp"):
                 path.unlink(missing_ok=True)
     begun = {}
     for at_ns, entry in found:
         begun[entry.spool] = min(at_ns, begun.get(entry.spool, at_ns))
-    return sorted((entry for _, entry in found), key=lambda entry: (begun[entry.spool], entry.spool, entry.sequence))
+    by_age = sorted(
+        (entry for _, entry in found), key=lambda entry: (begun[entry.spool], entry.spool, entry.sequence)
+    )
+    return [entry._replace(order=order) for order, entry in enumerate(by_age)]
