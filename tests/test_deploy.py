@@ -14,11 +14,18 @@ from typing import Any
 import pytest
 import yaml
 
+from pulse_bpf import privileges
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import describe_exported
 
 DEPLOY = Path(__file__).parents[1] / "docs/deploy"
 RULES = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
+MANIFESTS = {
+    (manifest["kind"], manifest["metadata"]["name"]): manifest
+    for manifest in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text())
+}
+UNITS = sorted(DEPLOY.glob("*.service"))
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
 
 
@@ -110,3 +117,81 @@ def test_prometheus_takes_the_rules_and_every_expression(tmp_path: Path) -> None
     for path in (DEPLOY / "prometheus-rules.yaml", tmp_path / "rules.yaml"):
         result = subprocess.run([promtool, "check", "rules", path], capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
+
+
+def unit(path: Path) -> dict[str, list[str]]:
+    """The settings of a unit, by name."""
+    settings: dict[str, list[str]] = {}
+    for line in re.sub(r"\\\n\s*", "", path.read_text()).splitlines():
+        name, equals, value = line.partition("=")
+        if equals and not line.startswith("#"):
+            settings.setdefault(name, []).append(value)
+    return settings
+
+
+def containers() -> dict[str, dict[str, Any]]:
+    """The container of each workload, by the workload's name."""
+    return {
+        name: manifest["spec"]["template"]["spec"]["containers"][0]
+        for (kind, name), manifest in MANIFESTS.items()
+        if kind in ("DaemonSet", "Deployment")
+    }
+
+
+def kept() -> set[str]:
+    """The capabilities that a recording keeps, as systemd names them."""
+    names = {
+        name[1:] for name, number in vars(privileges).items() if name.startswith("_CAP_") and number >= 0
+    }
+    assert len(names) == len(privileges.KEPT)
+    return names
+
+
+@pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
+def test_systemd_takes_the_unit(path: Path, tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    copy = tmp_path / path.name
+    text = path.read_text().replace("/opt/pulse/.venv/bin/pulse", "/bin/true")
+    copy.write_text(text.replace("Documentation=man:pulse(8)\n", ""))
+    result = subprocess.run([analyze, "verify", "--man=no", copy], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_only_the_agent_has_capabilities_and_only_those_a_recording_keeps() -> None:
+    agent, collector = (unit(path)["CapabilityBoundingSet"] for path in UNITS)
+    assert set(agent[0].split()) == kept()
+    assert collector == [""]
+    of_containers = {name: container["securityContext"] for name, container in containers().items()}
+    assert {f"CAP_{name}" for name in of_containers["pulse-agent"]["capabilities"]["add"]} == kept()
+    assert of_containers["pulse-collector"]["capabilities"] == {"drop": ["ALL"]}
+    assert all(context["readOnlyRootFilesystem"] for context in of_containers.values())
+
+
+def test_the_manifests_fit_together() -> None:
+    for (kind, name), manifest in MANIFESTS.items():
+        assert kind == "Namespace" or manifest["metadata"]["namespace"] == "pulse", name
+    for name, container in containers().items():
+        manifest = MANIFESTS.get(("DaemonSet", name)) or MANIFESTS["Deployment", name]
+        spec = manifest["spec"]
+        labels = spec["template"]["metadata"]["labels"]
+        assert spec["selector"]["matchLabels"] == labels
+        volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        paths = tuple(mount["mountPath"] for mount in container["volumeMounts"])
+        files = re.findall(r"=(/\S+)", " ".join(container["args"]))
+        assert files
+        assert all(file.startswith(paths) for file in files)
+    service = MANIFESTS["Service", "pulse-collector"]["spec"]
+    collector = MANIFESTS["Deployment", "pulse-collector"]["spec"]["template"]
+    assert service["selector"] == collector["metadata"]["labels"]
+    ports = {port["containerPort"] for port in collector["spec"]["containers"][0]["ports"]}
+    assert {port["port"] for port in service["ports"]} == ports
+    claims = [
+        volume["persistentVolumeClaim"]["claimName"]
+        for volume in collector["spec"]["volumes"]
+        if "persistentVolumeClaim" in volume
+    ]
+    assert claims == ["pulse-collector"]
+    assert ("PersistentVolumeClaim", "pulse-collector") in MANIFESTS
