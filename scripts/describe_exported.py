@@ -21,7 +21,7 @@ PAGE = Path(__file__).parents[1] / "docs/metrics-exported.md"
 
 # What each label may be. A metric with a label that is not here cannot be described.
 LABELS = {
-    "job": "as its agents name it; `other` stands for all beyond the bound",
+    "training_job": "as its agents name it; `other` stands for all beyond the bound",
     "state": "of nodes: `reporting`, `missing`; of finding events: `opened`, `updated`, `closed`",
     "verdict": "`anomaly`, `healthy`, `undecided`",
     "kind": "of the finding, as `pulse analyze --json` has it",

@@ -52,15 +52,15 @@ def test_a_job_is_exported_as_its_status_says(registry: CollectorRegistry) -> No
     metrics = CollectorMetrics(registry)
     metrics.observe(status(status_job()))
     read_ = read(registry)
-    job = ("job", "4711")
+    job = ("training_job", "4711")
     assert read_["pulse_job_iteration_seconds", (job,)] == 1.25
-    assert read_["pulse_job_nodes", (job, ("state", "missing"))] == 1
-    assert read_["pulse_job_nodes", (job, ("state", "reporting"))] == 1
+    assert read_["pulse_job_nodes", (("state", "missing"), job)] == 1
+    assert read_["pulse_job_nodes", (("state", "reporting"), job)] == 1
     assert read_["pulse_job_lost_events", (job,)] == 2
     assert read_["pulse_job_verdict", (job, ("verdict", "anomaly"))] == 1
     assert read_["pulse_job_verdict", (job, ("verdict", "healthy"))] == 0
     assert read_["pulse_job_findings_open", (job,)] == 1
-    culprit = (job, ("kind", "nic-slow"), ("node", "node3"), ("part", "mlx5_0"), ("scope", "nic"))
+    culprit = (("kind", "nic-slow"), ("node", "node3"), ("part", "mlx5_0"), ("scope", "nic"), job)
     assert read_["pulse_finding_confidence_ratio", culprit] == 0.9
     metrics.observe(status(status_job(iteration_ns=None, open=[])))
     read_ = read(registry)
@@ -95,11 +95,11 @@ def test_many_jobs_are_folded_and_keep_their_names(registry: CollectorRegistry) 
     more = [status_job(f"a{number}") for number in range(5_000)]
     metrics.observe(status(*more, *jobs))
     read_ = read(registry)
-    names = {dict(labels)["job"] for name, labels in read_ if name == "pulse_job_nodes"}
+    names = {dict(labels)["training_job"] for name, labels in read_ if name == "pulse_job_nodes"}
     assert names == {job["job"] for job in jobs} | {OTHER}
-    assert read_["pulse_job_nodes", (("job", OTHER), ("state", "missing"))] == len(more)
-    assert read_["pulse_job_findings_open", (("job", OTHER),)] == len(more)
-    assert ("pulse_job_iteration_seconds", (("job", OTHER),)) not in read_
+    assert read_["pulse_job_nodes", (("state", "missing"), ("training_job", OTHER))] == len(more)
+    assert read_["pulse_job_findings_open", (("training_job", OTHER),)] == len(more)
+    assert ("pulse_job_iteration_seconds", (("training_job", OTHER),)) not in read_
     size = len(read_)
     metrics.observe(status(*(status_job(f"b{number}") for number in range(10_000))))
     assert len(read(registry)) <= size

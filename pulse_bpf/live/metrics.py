@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from pulse_bpf.analysis.text import printable
 from pulse_bpf.errors import HostError
+from pulse_bpf.live.words import culprit
 
 # Labels come from elsewhere. What is more than this is put together under OTHER.
 MOST_JOBS, MOST_FINDINGS, MOST_REASONS = 200, 500, 20
@@ -147,15 +148,23 @@ class _Jobs(Collector):
 
     def collect(self) -> Iterator[Metric]:
         jobs = self._jobs
-        iteration = GaugeMetricFamily("pulse_job_iteration_seconds", "Length of an iteration", labels=["job"])
+        iteration = GaugeMetricFamily(
+            "pulse_job_iteration_seconds", "Length of an iteration", labels=["training_job"]
+        )
         nodes = GaugeMetricFamily(
-            "pulse_job_nodes", "Nodes of a job that report or do not", labels=["job", "state"]
+            "pulse_job_nodes", "Nodes of a job that report or do not", labels=["training_job", "state"]
         )
-        lost = GaugeMetricFamily("pulse_job_lost_events", "Events that its nodes lost", labels=["job"])
+        lost = GaugeMetricFamily(
+            "pulse_job_lost_events", "Events that its nodes lost", labels=["training_job"]
+        )
         verdict = GaugeMetricFamily(
-            "pulse_job_verdict", "1 for the verdict on a job, 0 for the others", labels=["job", "verdict"]
+            "pulse_job_verdict",
+            "1 for the verdict on a job, 0 for the others",
+            labels=["training_job", "verdict"],
         )
-        found = GaugeMetricFamily("pulse_job_findings_open", "Findings that are open", labels=["job"])
+        found = GaugeMetricFamily(
+            "pulse_job_findings_open", "Findings that are open", labels=["training_job"]
+        )
         for name, parts in jobs.items():
             if len(parts) == 1 and parts[0]["iteration_ns"] is not None:
                 iteration.add_metric([name], parts[0]["iteration_ns"] / 1e9)
@@ -171,7 +180,7 @@ class _Jobs(Collector):
 
     @staticmethod
     def _findings(jobs: Mapping[str, list[Mapping[str, Any]]]) -> Metric:
-        labels = ["job", "kind", "scope", "node", "part"]
+        labels = ["training_job", "kind", "scope", "node", "part"]
         family = GaugeMetricFamily(
             "pulse_finding_confidence_ratio", "Confidence of each open finding", labels=labels
         )
@@ -187,19 +196,6 @@ class _Jobs(Collector):
         if series_by_confidence[MOST_FINDINGS:]:
             family.add_metric([OTHER] * len(labels), sure[series_by_confidence[MOST_FINDINGS]])
         return family
-
-
-def culprit(finding: Mapping[str, Any]) -> tuple[str, str]:
-    """The node that a finding names, and the part of it or the other end; empty where it names none or several."""
-    scope = finding["scope"]
-    if scope == "gpu":
-        gpu = finding.get("gpu")
-        return finding.get("node") or "", f"rank {finding.get('rank')}" if gpu is None else f"gpu {gpu}"
-    if scope == "nic":
-        return finding.get("node") or "", finding.get("nic") or ""
-    if scope == "link":
-        return finding.get("node") or "", finding.get("peer_node") or ""
-    return finding.get("node") or "" if scope == "node" else "", ""
 
 
 def _label(text: str) -> str:

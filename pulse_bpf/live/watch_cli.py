@@ -1,0 +1,133 @@
+"""`pulse watch`: its arguments, and whether it is a screen, lines for scripts, or one look."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pulse_bpf.arguments import address, seconds
+from pulse_bpf.errors import OK, PulseError, UsageError
+from pulse_bpf.output import PIPED_COLUMNS, write
+
+if TYPE_CHECKING:
+    from pulse_bpf.live.findings_log import Event
+
+_notices = Console(stderr=True)
+
+Ask = Callable[[], Mapping[str, Any]]
+
+
+def add_commands(verbs: Any) -> None:
+    """Adds `watch` to the subparsers `verbs` of the command line."""
+    watch = verbs.add_parser(
+        "watch", help="what a collector knows of running jobs, and what is wrong with them"
+    )
+    watch.add_argument(
+        "--collector", type=address, required=True, metavar="HOST:PORT", help="the collector to ask"
+    )
+    watch.add_argument(
+        "--ca", type=Path, metavar="FILE", help="the authority that signed its certificate (PEM)"
+    )
+    watch.add_argument("--cert", type=Path, metavar="FILE", help="the certificate to show it (PEM)")
+    watch.add_argument("--key", type=Path, metavar="FILE", help="the key of that certificate (PEM)")
+    watch.add_argument("--token-file", type=Path, metavar="FILE", help="the token to show it instead")
+    watch.add_argument(
+        "--json", action="store_true", help="a line for each finding that opens, changes or closes"
+    )
+    watch.add_argument("--once", action="store_true", help="say what is known now, and end")
+    watch.add_argument(
+        "--every", type=seconds, default=1.0, metavar="SECONDS", help="how often to ask (default: 1)"
+    )
+    watch.set_defaults(func=_watch)
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    if not (arguments.json or arguments.once or sys.stdout.isatty()):
+        raise UsageError("a screen needs a terminal", "", "Use --once or --json")
+
+    from pulse_bpf.live.asking import collector
+
+    host, port = arguments.collector
+    ask = collector(host, port, arguments.ca, arguments.cert, arguments.key, arguments.token_file)
+    if arguments.once:
+        write(*(_lines(Changes().of(ask())) if arguments.json else _page(ask())))
+    elif arguments.json:
+        _follow(ask, arguments.every)
+    else:
+        from pulse_bpf.live.screen import Screen
+
+        Screen(ask, f"{host}:{port}", arguments.every).run()
+    return OK
+
+
+class Changes:
+    """Turns one status document after the other into the events between them."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Event] = {}
+
+    def of(self, status: Mapping[str, Any]) -> list[Event]:
+        """What opened, changed and closed since the document before; at first all that is open.
+
+        What opened and closed between two documents is in neither.
+        """
+        now = {event["id"]: event for job in status["jobs"] for event in job["open"]}
+        events = [event for name, event in now.items() if event != self._open.get(name)]
+        for name, event in self._open.items():
+            if name not in now:
+                events.append({**event, "state": "closed", "at_ns": status["now_ns"]})
+        self._open = now
+        return events
+
+
+def _follow(ask: Ask, every_s: float) -> None:
+    """Writes events until Ctrl-C, or until nobody reads them; tells once when the collector does not answer."""
+    changes, trouble = Changes(), ""
+    reader = select.poll()
+    reader.register(sys.stdout, select.POLLERR)
+    try:
+        while not reader.poll(0):
+            before, trouble = trouble, ""
+            try:
+                lines = list(_lines(changes.of(ask())))
+            except PulseError as error:
+                trouble = str(error)
+            else:
+                if lines:
+                    write(*lines)
+            if trouble and trouble != before:
+                _notices.print(
+                    f"pulse: {trouble}", style="yellow", markup=False, highlight=False, soft_wrap=True
+                )
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _lines(events: list[Event]) -> Iterator[str]:
+    return (json.dumps(event) for event in events)
+
+
+def _page(status: Mapping[str, Any]) -> Iterator[Table | str]:
+    """All jobs in a table, and then each in full."""
+    from pulse_bpf.live.status_text import COLUMNS, job_row, job_text
+
+    if not status["jobs"]:
+        yield "No job reports here"
+        return
+    table = Table(*COLUMNS, box=None, pad_edge=False)
+    for job in status["jobs"]:
+        table.add_row(*job_row(job))
+    yield table
+    columns = Console().width if sys.stdout.isatty() else PIPED_COLUMNS
+    for job in status["jobs"]:
+        yield "\n" + job_text(job, status["now_ns"], columns).plain
