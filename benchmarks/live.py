@@ -55,7 +55,9 @@ def main() -> None:
 
 def latencies(chosen: argparse.Namespace, scratch: Path) -> None:
     """Prints a row for each scenario, and the median and the longest."""
-    print("| scenario | s | + computing s | named | at fault | as analyzed |\n| --- | ---: | ---: | --- | --- | --- |")
+    print(
+        "| scenario | s | + computing s | named | at fault | as analyzed |\n| --- | ---: | ---: | --- | --- | --- |"
+    )
     took = []
     for number, name in enumerate(chosen.scenario):
         directory = scratch / name
@@ -83,7 +85,10 @@ def latencies(chosen: argparse.Namespace, scratch: Path) -> None:
             row = [f"{seconds:.1f}", f"{computing:.2f}", told(opened["finding"])]
         found = analysis.analyze([directory / "recording"]).to_dict()["findings"]
         same = told(found[0]) if found else "nothing"
-        print(f"| {name} | {' | '.join(row)} | {told(fault)} | {'yes' if same == row[2] else same} |", flush=True)
+        print(
+            f"| {name} | {' | '.join(row)} | {told(fault)} | {'yes' if same == row[2] else same} |",
+            flush=True,
+        )
         for path in sorted(directory.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
     if took:
@@ -107,7 +112,9 @@ def healthy(chosen: argparse.Namespace, scratch: Path) -> None:
         for number, workload in enumerate(chosen.workload):
             seed = chosen.seed + run * len(chosen.workload) + number
             directory = scratch / f"{run}-{workload}"
-            name = next((each.name for each in SCENARIOS.values() if each.workloads == (workload,)), "healthy")
+            name = next(
+                (each.name for each in SCENARIOS.values() if each.workloads == (workload,)), "healthy"
+            )
             simulate(
                 name,
                 directory / "recording",
@@ -122,7 +129,11 @@ def healthy(chosen: argparse.Namespace, scratch: Path) -> None:
             total_s += (replay.now_ns - replay.first_ns) / 1e9
             for event in events:
                 print(f"{workload}, seed {seed}: {told(event['finding'])}", flush=True)
-            print(f"{total_s:.0f} s healthy, {time.process_time() - began:.0f} CPU s", file=sys.stderr, flush=True)
+            print(
+                f"{total_s:.0f} s healthy, {time.process_time() - began:.0f} CPU s",
+                file=sys.stderr,
+                flush=True,
+            )
             for path in sorted(directory.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
     print(f"{total_s:.0f} s of healthy time judged")
@@ -131,7 +142,9 @@ def healthy(chosen: argparse.Namespace, scratch: Path) -> None:
 def told(finding: dict[str, Any]) -> str:
     """A finding, or a fault, in a few words: what, and where."""
     places = (finding.get(name) for name in ("node", "nic", "peer_node"))
-    return " ".join([finding["kind"], finding["scope"], *(str(place) for place in places if place is not None)])
+    return " ".join(
+        [finding["kind"], finding["scope"], *(str(place) for place in places if place is not None)]
+    )
 
 
 if __name__ == "__main__":

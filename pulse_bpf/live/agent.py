@@ -214,7 +214,9 @@ class Agent:
             self._cutting.widen *= 2
             self._use.over = 0
             self.metrics.over_budget.inc()
-            self._tell(f"beyond its budget ({share:.1f} times); bins are {self._cutting.widen} times as wide now")
+            self._tell(
+                f"beyond its budget ({share:.1f} times); bins are {self._cutting.widen} times as wide now"
+            )
         elif self._use.calm >= CALM_STEPS and self._cutting.widen > 1:
             self._cutting.widen //= 2
             self._use.calm = 0

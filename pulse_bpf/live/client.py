@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.flight as flight
 
 from pulse_bpf.live import wire
-from pulse_bpf.live.security import Credentials, LinkError
+from pulse_bpf.live.security import LinkError
 from pulse_bpf.live.server import RAW, RAW_PIECE_BYTES
 from pulse_bpf.live.status import Json
 
@@ -20,21 +21,32 @@ TIMEOUT_S = 10.0
 
 
 class FlightLink:
-    """A connection to the collector at `address` (HOST:PORT), made when it is needed; a LinkError where that fails.
+    """A connection to the collector at `host` and `port`, made when it is needed; a LinkError where that fails.
 
-    The collector's certificate must be signed by the authority in `shown` and be for HOST.
+    Its certificate must be for `host`, and signed by the authority `ca` (None: one that this system trusts). `cert` and
+    `key` are this client's own, or `token` is; all but that are PEM.
     """
 
-    def __init__(self, address: str, shown: Credentials) -> None:
-        self._address = address
-        headers = [(b"authorization", f"Bearer {shown.token}".encode())] if shown.token else []
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        ca: bytes | None,
+        cert: bytes | None,
+        key: bytes | None,
+        token: str | None = None,
+    ) -> None:
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        headers = [] if token is None else [(b"authorization", f"Bearer {token}".encode())]
         self._options = flight.FlightCallOptions(timeout=TIMEOUT_S, headers=headers)
+        # It writes to the terminal what the exceptions say as well.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         with self._explained():
             self._client = flight.connect(
-                f"grpc+tls://{address}",
-                tls_root_certs=shown.authority,
-                cert_chain=shown.certificate,
-                private_key=shown.key,
+                f"grpc+tls://{self._address}",
+                tls_root_certs=ca,
+                cert_chain=cert,
+                private_key=key,
                 # A collector that is back is found within seconds.
                 generic_options=[("grpc.max_reconnect_backoff_ms", 2000)],
             )
@@ -60,14 +72,11 @@ class FlightLink:
         """What other nodes have to do with this one."""
         return dict(wire.decode(wire.unpacked(self._act("peers"))).tables)
 
-    def status(self) -> Json:
-        """The status document."""
-        content: Json = json.loads(self._act("status"))
-        return content
-
     def raw(self, finding: str, node: str, name: str, content: bytes) -> None:
         """Sends a file of raw samples."""
-        pieces = [content[at : at + RAW_PIECE_BYTES] for at in range(0, len(content), RAW_PIECE_BYTES)] or [b""]
+        pieces = [content[at : at + RAW_PIECE_BYTES] for at in range(0, len(content), RAW_PIECE_BYTES)] or [
+            b""
+        ]
         with self._explained():
             writer, _ = self._client.do_put(
                 flight.FlightDescriptor.for_path("raw", finding, node, name), RAW, self._options
@@ -88,7 +97,9 @@ class FlightLink:
     def _act(self, name: str, said: Mapping[str, Any] | None = None) -> bytes:
         with self._explained():
             action = flight.Action(name, json.dumps(said or {}).encode())
-            return b"".join(result.body.to_pybytes() for result in self._client.do_action(action, self._options))
+            return b"".join(
+                result.body.to_pybytes() for result in self._client.do_action(action, self._options)
+            )
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -130,7 +130,9 @@ class Cutting:
             "port_samples": within("port_samples", "t_ns"),
             "op_details": empty("op_details"),
         }
-        return Recording({**known, **grown, "coverage": coverage.filter(pl.col("first_ns") < pl.col("last_ns"))})
+        return Recording(
+            {**known, **grown, "coverage": coverage.filter(pl.col("first_ns") < pl.col("last_ns"))}
+        )
 
     def _news(self, table: str, until_ns: int) -> pl.DataFrame:
         since_ns = self._until_ns or 0
@@ -147,8 +149,10 @@ class Cutting:
                 frames[:] = [frame for frame in frames if frame[time].max() >= since_ns]  # type: ignore[operator]
         ops = pl.concat([empty("ops"), *self._grown["ops"]])
         # The calls of one group are one operator, which begins with the first.
-        begun = pl.when(pl.col("group").is_null()).then("call_ns").otherwise(
-            pl.col("call_ns").min().over("node", "pid", "tid", "group")
+        begun = (
+            pl.when(pl.col("group").is_null())
+            .then("call_ns")
+            .otherwise(pl.col("call_ns").min().over("node", "pid", "tid", "group"))
         )
         old = ops.select(begun < since_ns).to_series()
         gone, _ = program(ops.filter(old))
@@ -182,9 +186,7 @@ class Cutting:
         until = until.select(*_COMM, op_seq=pl.max_horizontal("op_seq", "left"))
         own = own.join(until.rename({"op_seq": "until"}), on=_COMM, how="left", maintain_order="left")
         own = own.with_columns(final=pl.col("op_seq") < pl.col("until")).drop("until")
-        self._final = (
-            pl.concat([self._final, until]).group_by(_COMM).agg(pl.col("op_seq").max())
-        )
+        self._final = pl.concat([self._final, until]).group_by(_COMM).agg(pl.col("op_seq").max())
         self._open = own.filter(~pl.col("final")).drop("final")
         other = numbered.filter(~called).with_columns(final=pl.lit(False))
         return pl.concat([own, other]).select(SENT_OPERATORS.names())

@@ -76,7 +76,9 @@ class FlightRecorder:
     def between(self, first_ns: int, last_ns: int) -> Iterator[tuple[str, bytes]]:
         """Name and content of all files of a recording of that time: parts that reach into it, and the small tables."""
         root = self._writer.root
-        paths = [part.path for part in list(self._parts) if part.first_ns <= last_ns and part.last_ns >= first_ns]
+        paths = [
+            part.path for part in list(self._parts) if part.first_ns <= last_ns and part.last_ns >= first_ns
+        ]
         for path in [*paths, *sorted(root.glob("*.parquet")), root / "manifest.json"]:
             try:
                 yield str(path.relative_to(root)), path.read_bytes()

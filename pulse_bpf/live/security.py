@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import hmac
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -60,7 +59,9 @@ class AllowList:
         except ValueError as error:
             raise UsageError(f"line {number} of {path} names no client", str(error)) from error
         except OSError as error:
-            raise UsageError(f"cannot read the list of clients {path}", error.strerror or str(error)) from error
+            raise UsageError(
+                f"cannot read the list of clients {path}", error.strerror or str(error)
+            ) from error
 
     def client(self, name: str) -> Client | None:
         """The client of that name, if it is on the list."""
@@ -70,7 +71,7 @@ class AllowList:
 class Tokens:
     """Tokens in a file, one a line: NAME TOKEN, for where certificates per node are too much.
 
-    UsageError when others than its owner may read the file.
+    UsageError when everybody may read the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,39 +83,6 @@ class Tokens:
         digest = sha256(token.encode()).digest()
         names = [name for name, known in self._file.entries() if hmac.compare_digest(known, digest)]
         return names[0] if names else None
-
-
-@dataclass(frozen=True)
-class Credentials:
-    """What a client shows, and which authority it takes a collector's certificate from; each PEM as bytes."""
-
-    authority: bytes
-    certificate: bytes | None = None
-    key: bytes | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
-
-
-def add_options(parser: argparse.ArgumentParser, needed: bool) -> None:
-    """The options by which a client finds and convinces a collector; `credentials` reads them."""
-    group = parser.add_argument_group("the collector")
-    group.add_argument("--collector", metavar="HOST:PORT", required=needed, help="where `pulse collect` listens")
-    group.add_argument("--ca", type=Path, metavar="PEM", help="the authority that signed its certificate")
-    group.add_argument("--certificate", type=Path, metavar="PEM", help="this client's certificate")
-    group.add_argument("--key", type=Path, metavar="PEM", help="its private key")
-    group.add_argument("--token", type=Path, metavar="FILE", help="a token instead of a certificate")
-
-
-def credentials(arguments: argparse.Namespace) -> Credentials:
-    """From the options of `add_options`; UsageError when they are not enough, or when others may read a secret."""
-    if not arguments.ca:
-        raise UsageError("--collector needs --ca", "without it nobody could tell the collector from another")
-    if arguments.token:
-        _check_private(arguments.token)
-        return Credentials(read(arguments.ca), token=read(arguments.token).decode().strip())
-    if not (arguments.certificate and arguments.key):
-        raise UsageError("--collector needs --certificate and --key, or --token")
-    _check_private(arguments.key)
-    return Credentials(read(arguments.ca), read(arguments.certificate), read(arguments.key))
 
 
 def read(path: Path) -> bytes:
@@ -130,8 +98,10 @@ def _check_private(path: Path) -> None:
         mode = path.stat().st_mode
     except OSError as error:
         raise UsageError(f"cannot read {path}", error.strerror or str(error)) from error
-    if mode & 0o077:
-        raise UsageError(f"others may read {path}", f"its mode is {mode & 0o777:o}", f"Run: chmod 600 {path}")
+    if mode & 0o007:
+        raise UsageError(
+            f"everybody may read {path}", f"its mode is {mode & 0o777:o}", f"Run: chmod 600 {path}"
+        )
 
 
 def _client(line: str) -> Client:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -13,13 +12,8 @@ import pyarrow.flight as flight
 from pulse_bpf.errors import DataError, PulseError
 from pulse_bpf.live import wire
 from pulse_bpf.live.collector import Collector
-from pulse_bpf.live.findings_log import Event
 from pulse_bpf.live.security import AllowList, Client, Role, Tokens
 
-# How long a batch waits on average until it is on disk, and how often jobs are looked at.
-COMMIT_S, JUDGE_S = 0.25, 0.1
-# How often what is too old is deleted.
-RETAIN_S = 60.0
 # A file of raw samples comes in pieces, of which there are so many at most.
 RAW = pa.schema([pa.field("content", pa.binary(), nullable=False)])
 RAW_PIECE_BYTES, MOST_PIECES = 1024 * 1024, 512
@@ -151,40 +145,6 @@ class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
-
-
-class Worker:
-    """Does `work` every `period_s` in a thread until it is stopped; what goes wrong is told and tried again."""
-
-    def __init__(self, work: Callable[[], object], period_s: float, tell: Callable[[str], None]) -> None:
-        self._work, self._period_s, self._tell = work, period_s, tell
-        self._stop = threading.Event()
-        self._said = ""
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends after what is under way."""
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
-            try:
-                self._work()
-                self._said = ""
-            except Exception as error:
-                # A fault of one verdict must not end all others; a full disk may have room again.
-                text = str(error) if isinstance(error, PulseError) else f"{type(error).__name__}: {error}"
-                if text != self._said:
-                    self._said = text
-                    self._tell(text)
-
-
-def judge_and_tell(collector: Collector, on_event: Callable[[Event], object]) -> None:
-    """Judges what there is to judge, and passes on what that changes."""
-    for event in collector.judge():
-        on_event(event)
 
 
 def _joined(reader: Any) -> bytes:

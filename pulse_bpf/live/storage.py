@@ -51,7 +51,9 @@ class Store:
                 content = json.loads(path.read_text())
                 self._commit, self.marks = int(content["commit"]), dict(content["marks"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"cannot read {path}", str(error), "Move the directory away to begin anew") from error
+            raise DataError(
+                f"cannot read {path}", str(error), "Move the directory away to begin anew"
+            ) from error
         for part in self._parts():
             if int(part.stem) > self._commit:
                 part.unlink()
@@ -88,7 +90,9 @@ class Store:
         for job in (self.root / "jobs").glob("*"):
             with suppress(OSError):
                 job.rmdir()
-        kept = sorted((self.root / "evidence").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        kept = sorted(
+            (self.root / "evidence").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True
+        )
         total = 0
         for recording in kept:
             total += _size(recording)
@@ -119,7 +123,9 @@ def _hour() -> pl.Expr:
 
 
 def _name_of_hour(at_ns: int) -> str:
-    return str(pl.select(pl.from_epoch(pl.lit(max(0, at_ns)), time_unit="ns").dt.strftime("%Y%m%dT%H")).item())
+    return str(
+        pl.select(pl.from_epoch(pl.lit(max(0, at_ns)), time_unit="ns").dt.strftime("%Y%m%dT%H")).item()
+    )
 
 
 def _size(directory: Path) -> int:

@@ -51,7 +51,7 @@ class View:
         return all(table in self.state for table in ("nodes", "nics", "processes", "comms", "qps"))
 
     def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int) -> None:
-        """`step`, sent at `sent_ns` by the agent's clock, and heard now; what comes late is no news of how things are."""
+        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left tells nothing new."""
         skew_ns = now_ns - sent_ns
         jumped = self.spool == step.spool and abs(skew_ns - self.skew_ns) > SKEWED_NS
         self.seen_ns, self.skew_ns = now_ns, skew_ns
@@ -76,7 +76,11 @@ class View:
                 self.since_ns = max(int(began_ns or 0), step.until_ns - CUT_NS)  # type: ignore[call-overload]
             final = pl.col("final")
             self.open = step.tables["operators"].filter(~final)
-            kept = {name: step.tables[name] for name in ("coverage", "events", "port_counters") if name in step.tables}
+            kept = {
+                name: step.tables[name]
+                for name in ("coverage", "events", "port_counters")
+                if name in step.tables
+            }
             self.held.append(
                 Held(step.until_ns, {**kept, "operators": step.tables["operators"].filter(final)})
             )

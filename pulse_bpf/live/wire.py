@@ -1,4 +1,4 @@
-"""What agents and the collector say to each other: one step of an agent as one Arrow record batch, checked on arrival."""
+"""What agents say to a collector: one step of an agent as one Arrow record batch, checked on arrival."""
 
 from __future__ import annotations
 
@@ -149,4 +149,3 @@ def _table(row: Mapping[str, object]) -> pl.DataFrame:
 
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-
