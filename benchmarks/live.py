@@ -3,8 +3,8 @@
     live.py latency [--scenario NAME ...] [--seconds S] [--seed N] [--keep DIR]
     live.py healthy [--seconds S] [--runs N] [--seed N]
 
-`latency`: each scenario on 64 simulated GPUs, with a fault that sets in while the job runs. Eight agents are fed from the
-recording as a session would feed them, with its own clock; one collector judges every tenth of a second what arrived.
+`latency`: each scenario on 64 simulated GPUs, with a fault that sets in while the job runs. Agents are fed from the
+recording as a session would feed them, with its own clock; a collector judges ten times a second what arrived.
 `s` is from the first moment of the first operator of the machine at fault that ended after the fault set in until the
 finding was open, by that clock; what computing adds to it is beside it: the CPU seconds of the slowest agent's step and
 of the verdict, which in a cluster are spent by machines of their own. `as analyzed`: whether `pulse analyze` names the

@@ -153,7 +153,8 @@ def _link(arguments: argparse.Namespace) -> FlightLink:
         raise UsageError("a collector lets nobody in unknown", "", "Give --cert and --key, or --token-file")
     ca, cert, key = (path and read(path) for path in (arguments.ca, arguments.cert, arguments.key))
     token = read_token(arguments.token_file) if arguments.token_file else None
-    return FlightLink(*arguments.collector, ca, cert, key, token)
+    host, port = arguments.collector
+    return FlightLink(host, port, ca, cert, key, token)
 
 
 def _collect(arguments: argparse.Namespace) -> int:

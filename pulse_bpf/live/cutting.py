@@ -1,4 +1,4 @@
-"""The last seconds of a node, cut into operators again with each step; each operator leaves once, when it is settled."""
+"""The last seconds of a node, cut into operators with each step; each operator leaves once, when it is settled."""
 
 from __future__ import annotations
 

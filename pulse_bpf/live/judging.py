@@ -114,7 +114,7 @@ def _renumbered(operators: pl.DataFrame) -> pl.DataFrame:
 
 
 def concerned(finding: Mapping[str, object], operators: pl.DataFrame, most: int) -> list[str]:
-    """Up to `most` nodes whose raw samples show what `finding` says: its own first, then those in the same operators."""
+    """Up to `most` nodes whose raw samples show what `finding` says: its own, then those in the same operators."""
     named = [finding.get("node"), finding.get("peer_node"), *(finding.get("nodes") or [])]  # type: ignore[misc]
     own = list(dict.fromkeys(str(node) for node in named if node))
     comms = operators.filter(pl.col("node").is_in(own))["comm_id"].drop_nulls().unique()

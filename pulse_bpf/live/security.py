@@ -52,12 +52,12 @@ class AllowList:
     def __init__(self, path: Path) -> None:
         self._file = _Watched(path, _client)
         try:
-            for number, line in enumerate(path.read_text().splitlines(), 1):
+            for line in path.read_text().splitlines():
                 text = line.partition("#")[0].strip()
                 if text:
                     _client(text)
         except ValueError as error:
-            raise UsageError(f"line {number} of {path} names no client", str(error)) from error
+            raise UsageError(f"a line of {path} names no client", str(error)) from error
         except OSError as error:
             raise UsageError(
                 f"cannot read the list of clients {path}", error.strerror or str(error)

@@ -52,7 +52,9 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             if path == ["step"]:
                 self._take_step(client, reader, writer)
             elif len(path) == 4 and path[0] == "raw":
-                self._collector.keep_raw(client.name, client.nodes, *path[1:], _joined(reader))
+                _, finding, node, name = path
+                content = _joined(reader)
+                self._collector.keep_raw(client.name, client.nodes, finding, node, name, content)
             else:
                 raise DataError("a batch is refused", "it has no such destination")
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import polars as pl
@@ -18,7 +19,8 @@ from pulse_bpf.schema import STR, U64
 from pulse_bpf.store import write_file
 
 # Rows of the parts: whose they are, so that what came twice would show.
-STORED = pl.Schema({**SENT_OPERATORS, "agent": STR, "spool": STR, "sequence": U64})
+_STORED: dict[str, Any] = {**SENT_OPERATORS, "agent": STR, "spool": STR, "sequence": U64}
+STORED = pl.Schema(_STORED)
 HOUR_NS = 3_600_000_000_000
 _LONGEST_NAME = 100
 
@@ -38,7 +40,8 @@ class Store:
     """Operators under `root`/jobs/JOB/HOUR/COMMIT.parquet, and `marks`: what of each agent's spools they hold.
 
     A commit is its parts first and then the marks, by one rename: parts of a commit that the marks do not know were
-    never confirmed to an agent, and are deleted at the start. HostError when the disk refuses: nothing is committed then.
+    never confirmed to an agent, and are deleted at the start. HostError when the disk refuses; then nothing is
+    committed.
     """
 
     def __init__(self, root: Path, write: Write = write_file) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -18,7 +19,8 @@ MOST_BYTES, MOST_RAW_BYTES, MOST_ROWS = 64 * 1024 * 1024, 256 * 1024 * 1024, 1_0
 _CODEC = "zstd"
 
 # `final`: the row will not change, and comes once. What is not replaces all that was not before.
-SENT_OPERATORS = pl.Schema({**OPERATORS, "final": BOOL})
+_OPERATORS: dict[str, Any] = {**OPERATORS, "final": BOOL}
+SENT_OPERATORS = pl.Schema(_OPERATORS)
 # Tables that say how things are, sent whole and only when that changed; the others hold what is new.
 STATE = ("nodes", "nics", "processes", "comms", "channels", "qps", "flows")
 NEWS = ("operators", "coverage", "events", "port_counters")
