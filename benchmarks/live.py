@@ -24,11 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import polars as pl
-from live_replay import Replay
 
 from pulse_bpf import analysis
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
 from pulse_bpf.lab.sim.simulate import simulate
+
+sys.path.insert(0, str(Path(__file__).parent / "analysis"))
+from live_replay import Replay  # noqa: E402
 
 TWELVE = (
     *("gpu-slow", "gpu-contended", "host-cpu", "pcie-slow", "host-pause", "nic-slow"),

@@ -78,8 +78,8 @@ class Collector:
 
         `oldest` is the lowest number of the step's spool that the agent still has: what lies between is taken first.
         `acked`: up to which number of each of its spools all is on disk; `again`: this one was not taken, as one before
-        it is missing; `state`: all tables are wanted; `peers`: a number that changes when `peers` does; `raw`: whose raw
-        samples are wanted. DataError when refused.
+        it is missing; `state`: all tables are wanted; `peers`: a number that changes when `peers` does; `raw`: which
+        raw samples are wanted. DataError when refused.
         """
         foreign = {
             str(node)
