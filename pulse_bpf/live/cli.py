@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,9 @@ def _add_tls(parser: argparse.ArgumentParser, authority: str, needed: bool) -> N
 
 
 def _agent(arguments: argparse.Namespace) -> int:
+    # Read when polars is first imported. Tables of one node are small: more threads than one only wait for each other.
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+
     from prometheus_client import CollectorRegistry
 
     from pulse_bpf.hosts import read_hosts, this_host
