@@ -47,7 +47,7 @@ def called(replay: Replay, since_ns: int, until_ns: int) -> pl.DataFrame:
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("healthy") / "recording"
-    simulate("healthy", directory, seed=2, nodes=3, gpus=1, seconds=12.0, bin_us=200)
+    simulate("healthy", directory, seed=2, nodes=3, gpus=1, seconds=13.0, bin_us=200)
     return directory
 
 
@@ -60,7 +60,7 @@ def test_nothing_is_lost_or_doubled_and_nobody_accused_whatever_fails(healthy: P
     # kill -9 of the collector, with batches that it had taken and not yet stored.
     commit = replay.collector.commit
     replay.collector.commit = lambda: None  # type: ignore[method-assign]
-    replay.run(begin + 5 * S)
+    replay.run(begin + 4 * S + S // 2)
     assert len(replay.collector._pending) > 0
     replay.collector.commit = commit  # type: ignore[method-assign]
     replay.collector = replay.new_collector()
@@ -72,7 +72,7 @@ def test_nothing_is_lost_or_doubled_and_nobody_accused_whatever_fails(healthy: P
     replay.full = True
     replay.run(begin + 8 * S)
     replay.full = False
-    replay.run(begin + 9 * S)
+    replay.run(begin + 10 * S)
     status = replay.collector.status()["jobs"][0]
     assert (status["verdict"], status["confidence"]) == ("undecided", pytest.approx(2 / 3, abs=0.01))
     replay.links["node1"].cut = None
