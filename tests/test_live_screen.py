@@ -57,7 +57,7 @@ def test_a_job_is_shown_in_full(size: tuple[int, int]) -> None:
             "Job 4711: ANOMALY (confidence 90%), iteration 1,250.0 ms",
             "► NIC mlx5_0 of node node3 (nic-slow) 90% sure, 2.00x slower, for 0:01:30",
             "It sends at 40 Gbit/s.",
-            "from 0 to 90.0",
+            "from 0 to 90.0 Gbit/s",
             "► node3 mlx5_0 ▄▄▄",
             "  node1 mlx5_0 ███",
             "1 of 2 nodes are missing: node4 (for 0:00:40)",
@@ -147,7 +147,8 @@ def test_what_is_known_stays_while_the_collector_is_away() -> None:
     run(ask, act)
 
 
-def test_a_collector_that_hangs_holds_up_no_key() -> None:
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_a_collector_that_hangs_holds_up_no_key(key: str) -> None:
     leave = threading.Event()
     asked = []
 
@@ -164,7 +165,7 @@ def test_a_collector_that_hangs_holds_up_no_key() -> None:
         leave.set()
         await until(screen, pilot, "Job 4711")
         leave.clear()
-        await pilot.press("q")
+        await pilot.press(key)
         leave.set()
         assert screen._exit
 

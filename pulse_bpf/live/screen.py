@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Static
 
@@ -18,7 +18,7 @@ from pulse_bpf.live.status_text import COLUMNS, job_row, job_text
 
 
 class Screen(App[None]):
-    """Shows what `ask` answers, a status document, again every `seconds`, until q is pressed.
+    """Shows what `ask` answers, a status document, again every `seconds`, until q or Ctrl-C is pressed.
 
     `ask` may take long or raise PulseError: the last answer stays, with its age and why there is no newer one. The
     chosen job stays chosen while others come and go; at first it is the one with most findings that are open.
@@ -30,7 +30,11 @@ class Screen(App[None]):
     #jobs { height: auto; max-height: 40%; }
     #job { height: auto; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "Quit"), ("r", "ask", "Ask now")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("q", "quit", "Quit"),
+        ("r", "ask", "Ask now"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, ask: Callable[[], Mapping[str, Any]], source: str, seconds: float) -> None:
