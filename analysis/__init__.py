@@ -33,13 +33,14 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 
 def measure(
-    recording: Recording, on_read: Callable[[int], object] | None = None
+    recording: Recording, on_read: Callable[[int], object] | None = None, known: pl.DataFrame | None = None
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS).
 
-    `on_read` is told how many samples were read, batch after batch.
+    `on_read` is told how many samples were read, batch after batch. `known` are the owners where an earlier part of the
+    same recording told them.
     """
-    flows = attribute.flows(recording)
+    flows = attribute.flows(recording) if known is None else known
     called, sent = segment.program(recording["ops"])
     covered = attribute.covered(recording)
     parts = [

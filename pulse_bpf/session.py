@@ -26,7 +26,7 @@ from pulse_bpf.pace import Pace
 from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.schema import NICS, NODES, STR, U32, conform
 from pulse_bpf.sources import Sources, Wanted
-from pulse_bpf.store import RecordingWriter
+from pulse_bpf.store import RecordingWriter, Writer
 from pulse_bpf.watch import Selection, Watch
 
 POLL_S = 0.1
@@ -89,7 +89,7 @@ def record(
             f"the pid namespace is {pids.found}", "no process could be told from another", pids.advice
         )
     writer = RecordingWriter(output)
-    with _stop_on_signals() as stop, ExitStack() as cleanup:
+    with stop_on_signals() as stop, ExitStack() as cleanup:
         recording = Recording(hosts, wanted, wait, detail, writer, cleanup)
         privileges.drop()
         recording.run(seconds, stop, console)
@@ -341,7 +341,7 @@ def _node_rows(nodes: Sequence[str]) -> pl.DataFrame:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[list[int]]:
+def stop_on_signals() -> Iterator[list[int]]:
     """A list that SIGINT and SIGTERM append to, so that a recording ends between two drains, cleanly."""
     caught: list[int] = []
 

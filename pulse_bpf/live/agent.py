@@ -1,4 +1,4 @@
-"""An agent without its probes and its network: tables of a recording in, steps for the collector out, within budgets."""
+"""An agent without its probes and network: tables of a recording in, steps for a collector out, within budgets."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Agent:
             return False
         if self._greeted or self._clock() - self._began_ns > GREETING_NS:
             tables = self._cutting.step(until_ns)
-            self.metrics.operators.inc(tables["operators"]["final"].sum())
+            self.metrics.operators.inc(float(tables["operators"]["final"].sum()))
         else:
             # Where queue pairs lead is known once the collector has told of the others.
             tables = self._cutting.greet(until_ns)
@@ -214,15 +214,17 @@ class Agent:
             self._cutting.widen *= 2
             self._use.over = 0
             self.metrics.over_budget.inc()
-            self._tell(f"beyond its budget ({share:.1f} times); bins are {self._cutting.widen} times as wide now")
+            self._tell(
+                f"beyond its budget ({share:.1f} times); bins are {self._cutting.widen} times as wide now"
+            )
         elif self._use.calm >= CALM_STEPS and self._cutting.widen > 1:
             self._cutting.widen //= 2
             self._use.calm = 0
             self._tell(f"within its budget again; bins are {self._cutting.widen} times as wide as recorded")
 
     def _report(self, tables: Mapping[str, pl.DataFrame]) -> None:
-        self.metrics.spool_bytes.set(self._spool.bytes)
-        self.metrics.ring_bytes.set(self._recorder.bytes)
+        self.metrics.spool_bytes.set(self._spool.size_bytes)
+        self.metrics.ring_bytes.set(self._recorder.size_bytes)
         self.metrics.ring_seconds.set(self._recorder.span_ns / 1e9)
         if self._cutting.bin_ns:
             self.metrics.bin_seconds.set(self._cutting.bin_ns / 1e9)

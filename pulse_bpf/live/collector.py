@@ -60,7 +60,7 @@ class Collector:
         self.metrics = CollectorMetrics(registry)
         self.store = Store(root, write) if write else Store(root)
         self.log = FindingsLog(root / "findings.jsonl")
-        self._clock = clock
+        self.now_ns = clock
         self._began_ns = clock()
         self._lock = threading.RLock()
         self._views: dict[str, View] = {}
@@ -77,8 +77,8 @@ class Collector:
         """Takes a step of an agent that may speak for `nodes`, once; what it is to be told.
 
         `oldest` is the lowest number of the step's spool that the agent still has: what lies between is taken first.
-        `acked`: up to which number of each of its spools all is on disk; `again`: that this one was not taken, as one before it
-        is missing; `state`: that all tables are wanted; `peers`: a number that changes when `peers` does; `raw`: whose
+        `acked`: up to which number of each of its spools all is on disk; `again`: this one was not taken, as one before
+        it is missing; `state`: all tables are wanted; `peers`: a number that changes when `peers` does; `raw`: which
         raw samples are wanted. DataError when refused.
         """
         foreign = {
@@ -106,7 +106,7 @@ class Collector:
                 self._pending.append((agent, step))
             before = {table: view.state.get(table) for table in ("comms", "processes", "nics", "qps")}
             if not again:
-                view.take(step, sent_ns, self._clock(), HELD_NS)
+                view.take(step, sent_ns, self.now_ns(), HELD_NS)
             if any(view.state.get(table) is not frame for table, frame in before.items()):
                 self._version += 1
                 self._find_jobs()
@@ -123,7 +123,9 @@ class Collector:
         with self._lock:
             pending, marks = list(self._pending), {agent: dict(of) for agent, of in self._marks.items()}
             members = self._members.select("node", "pid", "comm_id", "job")
-            states = {agent: step for agent, step in pending if any(table in step.tables for table in wire.STATE)}
+            states = {
+                agent: step for agent, step in pending if any(table in step.tables for table in wire.STATE)
+            }
         if not pending:
             return
         frames = [pl.DataFrame(schema=STORED)]
@@ -132,10 +134,14 @@ class Collector:
                 final = step.tables["operators"].filter("final")
                 frames.append(
                     final.with_columns(
-                        agent=pl.lit(agent), spool=pl.lit(step.spool), sequence=pl.lit(step.sequence, pl.UInt64)
+                        agent=pl.lit(agent),
+                        spool=pl.lit(step.spool),
+                        sequence=pl.lit(step.sequence, pl.UInt64),
                     )
                 )
-        rows = pl.concat(frames).join(members, on=["node", "pid", "comm_id"], how="left", maintain_order="left")
+        rows = pl.concat(frames).join(
+            members, on=["node", "pid", "comm_id"], how="left", maintain_order="left"
+        )
         rows = rows.with_columns(pl.col("job").fill_null(NO_JOB))
         parts = {job: frame.select(STORED.names()) for (job,), frame in rows.group_by("job")}
         # First: a state without its operators does no harm, operators without their state cannot be read.
@@ -159,7 +165,7 @@ class Collector:
             began = time.perf_counter()
             judgement, seen = judging.judge(case)
             self.metrics.verdict_seconds.observe(time.perf_counter() - began)
-            now_ns = self._clock()
+            now_ns = self.now_ns()
             self.metrics.lag.set((now_ns - case.until_ns - case.skew_ns) / 1e9)
             with self._lock:
                 job = self._jobs[name]
@@ -179,7 +185,7 @@ class Collector:
     def status(self) -> Json:
         """The status document."""
         with self._lock:
-            now_ns = self._clock()
+            now_ns = self.now_ns()
             described = []
             for name, job in sorted(self._jobs.items()):
                 nodes = [self._node(node, now_ns) for node in job.members["node"].unique().sort()]
@@ -194,15 +200,28 @@ class Collector:
 
             def of(table: str, views: Collection[View]) -> pl.DataFrame:
                 schema = wire.SCHEMAS[table]
-                return pl.concat([pl.DataFrame(schema=schema), *(view.state[table] for view in views if table in view.state)])
+                return pl.concat(
+                    [
+                        pl.DataFrame(schema=schema),
+                        *(view.state[table] for view in views if table in view.state),
+                    ]
+                )
 
             own = of("qps", [mine])
-            gids, comms = of("nics", [mine])["gids"].explode().implode(), of("comms", [mine])["comm_id"].implode()
+            gids, comms = (
+                of("nics", [mine])["gids"].explode().implode(),
+                of("comms", [mine])["comm_id"].implode(),
+            )
             lead_here = pl.col("peer_gid").is_in(gids) | (
                 pl.col("peer_gid").is_null() & pl.col("peer_qpn").is_in(own["qpn"].implode())
             )
             qps = of("qps", others).filter(lead_here)
-            there = pl.col("gids").list.set_intersection(own["peer_gid"].drop_nulls().unique().to_list()).list.len() > 0
+            there = (
+                pl.col("gids")
+                .list.set_intersection(own["peer_gid"].drop_nulls().unique().to_list())
+                .list.len()
+                > 0
+            )
             nics = of("nics", others)
             nodes = pl.concat([nics.filter(there)["node"], qps["node"]]).unique().implode()
             in_mine = pl.col("comm_id").is_in(comms)
@@ -213,11 +232,15 @@ class Collector:
                 "channels": of("channels", others).filter(in_mine).unique(["comm_id", "rank", "channel"]),
             }
 
-    def keep_raw(self, agent: str, nodes: Collection[str], finding: str, node: str, name: str, content: bytes) -> None:
+    def keep_raw(
+        self, agent: str, nodes: Collection[str], finding: str, node: str, name: str, content: bytes
+    ) -> None:
         """Stores a file of the raw samples of `node` that were asked for; DataError when they were not, or too much."""
         match = _RAW.fullmatch(name)
         if not match or (match[1] is not None and match[1] not in TABLES) or node not in nodes:
-            raise DataError("raw samples are refused", f"{name[:80]!r} of {node[:80]!r} is no part of a recording")
+            raise DataError(
+                "raw samples are refused", f"{name[:80]!r} of {node[:80]!r} is no part of a recording"
+            )
         with self._lock:
             if finding not in self._raw.get(agent, {}):
                 raise DataError("raw samples are refused", "nobody asked for them")
@@ -263,7 +286,7 @@ class Collector:
     def _case(self, name: str) -> judging.Case | None:
         """What is to be judged of a job now; None when nothing new can be."""
         with self._lock:
-            job, now_ns = self._jobs[name], self._clock()
+            job, now_ns = self._jobs[name], self.now_ns()
             nodes = set(job.members["node"])
             views = [view for view in self._views.values() if view.nodes & nodes]
             heard = [view for view in views if view.spool and now_ns - view.seen_ns < MISSING_NS]
@@ -292,7 +315,9 @@ class Collector:
                 return None
             job.heard_ns = now_ns
             absent = nodes - {node for view in there for node in view.nodes}
-            copies = [View(**{**vars(view), "held": view.held.copy(), "state": dict(view.state)}) for view in there]
+            copies = [
+                View(**{**vars(view), "held": view.held.copy(), "state": dict(view.state)}) for view in there
+            ]
             return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent))
 
     def _ask(self, event: Event, case: judging.Case) -> None:
@@ -315,12 +340,15 @@ class Collector:
         """Closes what is open of jobs all of whose processes are gone, or of which nothing was heard for long."""
         events = []
         with self._lock:
-            now_ns = self._clock()
+            now_ns = self.now_ns()
             for name, job in list(self._jobs.items()):
                 job.heard_ns = job.heard_ns or now_ns
                 views = [view for view in self._views.values() if view.nodes & set(job.members["node"])]
                 gone = pl.concat(
-                    [pl.DataFrame(schema=TABLES["processes"]), *(view.state["processes"] for view in views if view.knows_state)]
+                    [
+                        pl.DataFrame(schema=TABLES["processes"]),
+                        *(view.state["processes"] for view in views if view.knows_state),
+                    ]
                 ).join(job.members.select("node", "pid").unique(), on=["node", "pid"], how="semi")
                 ended = gone.height > 0 and gone["gone_ns"].null_count() == 0
                 silent_ns = now_ns - max([job.heard_ns, *(view.seen_ns for view in views)])
@@ -337,8 +365,9 @@ class Collector:
         return Node(node, seen_ns, missing, max((view.lost for view in views), default=0))
 
 
-def steady_clock(now: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns) -> Callable[[], int]:
+def steady_clock(
+    now: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns
+) -> Callable[[], int]:
     """Ns since the epoch as of now, which then goes on evenly, whatever happens to the wall clock."""
     offset_ns = now() - monotonic()
     return lambda: monotonic() + offset_ns
-

@@ -1,4 +1,4 @@
-"""The last seconds of a node, cut into operators again with each step; each operator leaves once, when it is settled."""
+"""The last seconds of a node, cut into operators with each step; each operator leaves once, when it is settled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ WINDOW_NS = 2_500_000_000
 # An operator that ended so long ago gets no more bytes: twice what the walk through the samples waits.
 SETTLED_NS = 100_000_000
 # What of other nodes tells where this one's queue pairs lead.
-PEERS = ("nics", "qps", "comms", "processes", "channels")
+PEERS = ("nics", "qps", "comms", "channels")
+# Whose queue pairs are is asked again when what is known of them changed, and after so long.
+OWNERS_NS = 5_000_000_000
 _COMM = ["node", "pid", "comm_id"]
 _SENT = ("events", "port_counters")
 _COUNTS = ["bytes", "retx_bytes", "packets", "ctl_packets", "ack_packets"]
@@ -40,6 +42,8 @@ class Cutting:
         self._state: dict[str, pl.DataFrame] = {}
         self._peers: dict[str, pl.DataFrame] = {}
         self._told: dict[str, pl.DataFrame] = {}
+        self._owners: pl.DataFrame | None = None
+        self._owned_ns = 0
         self._until_ns: int | None = None
         # How many operators of each process and communicator left the window, and which were sent for good.
         self._left = pl.DataFrame(schema={name: OPERATORS[name] for name in (*_COMM, "op_seq")})
@@ -61,11 +65,14 @@ class Cutting:
 
     def replace(self, table: str, frame: pl.DataFrame) -> None:
         """The whole of a small table."""
-        self._state[table] = conform(frame, table)
+        frame = conform(frame, table)
+        if table in (*PEERS, "processes") and not frame.equals(self._state.get(table, empty(table))):
+            self._owners = None
+        self._state[table] = frame
 
     def know(self, peers: Mapping[str, pl.DataFrame]) -> None:
         """What the collector says of other nodes (PEERS)."""
-        self._peers = dict(peers)
+        self._peers, self._owners = dict(peers), None
 
     def due(self) -> int | None:
         """To when it may be cut now: the last multiple of the step that all sources have seen; None where that was."""
@@ -80,7 +87,11 @@ class Cutting:
         """What is to be sent (wire.SCHEMAS) of the time up to `until_ns`: operators, and what is new or has changed."""
         since_ns = until_ns - self._window_ns
         left = self._forget(since_ns)
-        rows, flows = analysis.measure(self._recording(since_ns, until_ns))
+        if until_ns - self._owned_ns >= OWNERS_NS:
+            self._owners = None
+        rows, flows = analysis.measure(self._recording(since_ns, until_ns), known=self._owners)
+        if self._owners is None:
+            self._owners, self._owned_ns = flows, until_ns
         nodes = self._state["nodes"]["node"].implode()
         told = {
             "operators": self._marked(rows.filter(pl.col("node").is_in(nodes)), left, until_ns),
@@ -130,7 +141,9 @@ class Cutting:
             "port_samples": within("port_samples", "t_ns"),
             "op_details": empty("op_details"),
         }
-        return Recording({**known, **grown, "coverage": coverage.filter(pl.col("first_ns") < pl.col("last_ns"))})
+        return Recording(
+            {**known, **grown, "coverage": coverage.filter(pl.col("first_ns") < pl.col("last_ns"))}
+        )
 
     def _news(self, table: str, until_ns: int) -> pl.DataFrame:
         since_ns = self._until_ns or 0
@@ -147,8 +160,10 @@ class Cutting:
                 frames[:] = [frame for frame in frames if frame[time].max() >= since_ns]  # type: ignore[operator]
         ops = pl.concat([empty("ops"), *self._grown["ops"]])
         # The calls of one group are one operator, which begins with the first.
-        begun = pl.when(pl.col("group").is_null()).then("call_ns").otherwise(
-            pl.col("call_ns").min().over("node", "pid", "tid", "group")
+        begun = (
+            pl.when(pl.col("group").is_null())
+            .then("call_ns")
+            .otherwise(pl.col("call_ns").min().over("node", "pid", "tid", "group"))
         )
         old = ops.select(begun < since_ns).to_series()
         gone, _ = program(ops.filter(old))
@@ -182,9 +197,7 @@ class Cutting:
         until = until.select(*_COMM, op_seq=pl.max_horizontal("op_seq", "left"))
         own = own.join(until.rename({"op_seq": "until"}), on=_COMM, how="left", maintain_order="left")
         own = own.with_columns(final=pl.col("op_seq") < pl.col("until")).drop("until")
-        self._final = (
-            pl.concat([self._final, until]).group_by(_COMM).agg(pl.col("op_seq").max())
-        )
+        self._final = pl.concat([self._final, until]).group_by(_COMM).agg(pl.col("op_seq").max())
         self._open = own.filter(~pl.col("final")).drop("final")
         other = numbered.filter(~called).with_columns(final=pl.lit(False))
         return pl.concat([own, other]).select(SENT_OPERATORS.names())

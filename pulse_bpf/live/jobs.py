@@ -39,6 +39,6 @@ def members(comms: pl.DataFrame, processes: pl.DataFrame, known: pl.DataFrame) -
         wanted = [name for name, _ in had] + ([told[0]] if told.null_count() == 0 and len(told) == 1 else [])
         # A job that split in two: the smaller part needs another name.
         free = [name for name in (*wanted, largest) if name not in names.values()]
-        names[component] = free[0]  # type: ignore[index]
+        names[component] = free[0]
     job = pl.Series([names[each] for each in labelled["component"]], dtype=STR)
     return labelled.with_columns(job=job).select(MEMBERS.names())

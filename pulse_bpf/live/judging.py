@@ -53,7 +53,9 @@ def judge(case: Case, window_ns: int = WINDOW_NS) -> tuple[Judgement, frozenset[
     parts = [_tables(view, case, since_ns) for view in case.views]
     tables = {
         name: pl.concat([pl.DataFrame(schema=schema), *(part[name] for part in parts)])
-        for name, schema in ({"operators": OPERATORS} | {name: SCHEMAS[name] for name in SCHEMAS if name != "operators"}).items()
+        for name, schema in (
+            {"operators": OPERATORS} | {name: SCHEMAS[name] for name in SCHEMAS if name != "operators"}
+        ).items()
     }
     operators, flows = _renumbered(tables.pop("operators")), tables.pop("flows")
     seen = frozenset(operators.filter(pl.col("end_ns").is_not_null())["node"].unique())
@@ -81,8 +83,12 @@ def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
     rows = rows.filter(pl.coalesce("call_ns", "last_byte_ns") >= first_ns)
     # Other agents may not have come so far yet.
     rows = rows.with_columns(end_ns=pl.when(pl.col("end_ns") <= last_ns).then("end_ns"))
-    clipped = view.coverage().filter(here).with_columns(
-        pl.col("first_ns").clip(lower_bound=first_ns), pl.col("last_ns").clip(upper_bound=last_ns)
+    clipped = (
+        view.coverage()
+        .filter(here)
+        .with_columns(
+            pl.col("first_ns").clip(lower_bound=first_ns), pl.col("last_ns").clip(upper_bound=last_ns)
+        )
     )
     within = pl.col("t_ns").is_between(first_ns, last_ns)
     state = {table: view.state.get(table, pl.DataFrame(schema=SCHEMAS[table])) for table in SCHEMAS}
@@ -108,7 +114,7 @@ def _renumbered(operators: pl.DataFrame) -> pl.DataFrame:
 
 
 def concerned(finding: Mapping[str, object], operators: pl.DataFrame, most: int) -> list[str]:
-    """Up to `most` nodes whose raw samples show what `finding` says: its own first, then those in the same operators."""
+    """Up to `most` nodes whose raw samples show what `finding` says: its own, then those in the same operators."""
     named = [finding.get("node"), finding.get("peer_node"), *(finding.get("nodes") or [])]  # type: ignore[misc]
     own = list(dict.fromkeys(str(node) for node in named if node))
     comms = operators.filter(pl.col("node").is_in(own))["comm_id"].drop_nulls().unique()

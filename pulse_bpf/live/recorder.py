@@ -37,7 +37,7 @@ class FlightRecorder:
         self._keep_ns, self._most_bytes = int(seconds * 1e9), most_bytes
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Of the parts."""
         return sum(part.size for part in self._parts)
 
@@ -57,11 +57,14 @@ class FlightRecorder:
         path = self._writer.root / table / f"{number:06d}.parquet"
         time = next((name for name in ("t_ns", "call_ns", "wall_ns") if name in frame.columns), None)
         last_ns = self._parts[-1].last_ns if self._parts else 0
-        first_ns, last_ns = (frame[time].min(), frame[time].max()) if time else (last_ns, last_ns)
-        self._parts.append(_Part(path, int(first_ns), int(last_ns), path.stat().st_size))  # type: ignore[arg-type]
+        if time:
+            first_ns, last_ns = frame.select(first=pl.col(time).min(), last=pl.col(time).max()).row(0)
+        else:
+            first_ns = last_ns
+        self._parts.append(_Part(path, first_ns, last_ns, path.stat().st_size))
         newest_ns = max(part.last_ns for part in self._parts)
         while self._parts and (
-            self._parts[0].last_ns < newest_ns - self._keep_ns or self.bytes > self._most_bytes
+            self._parts[0].last_ns < newest_ns - self._keep_ns or self.size_bytes > self._most_bytes
         ):
             self._parts.popleft().path.unlink(missing_ok=True)
 
@@ -76,7 +79,9 @@ class FlightRecorder:
     def between(self, first_ns: int, last_ns: int) -> Iterator[tuple[str, bytes]]:
         """Name and content of all files of a recording of that time: parts that reach into it, and the small tables."""
         root = self._writer.root
-        paths = [part.path for part in list(self._parts) if part.first_ns <= last_ns and part.last_ns >= first_ns]
+        paths = [
+            part.path for part in list(self._parts) if part.first_ns <= last_ns and part.last_ns >= first_ns
+        ]
         for path in [*paths, *sorted(root.glob("*.parquet")), root / "manifest.json"]:
             try:
                 yield str(path.relative_to(root)), path.read_bytes()

@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 class Spool:
     """Batches in the order in which they were put, in files of `root`, and no more than `most_bytes` of them.
 
-    Each start of an agent numbers from 0 under a new name, and delivers what an earlier one left under that one's: so no
+    Each start of an agent numbers from 0 under a new name, and delivers what an earlier one left under that's: so no
     number is ever used twice, also after a kill or when the disk was lost. Beyond `most_bytes`, of which `held_bytes`
     may be in memory while the disk refuses, the oldest are dropped and counted in `dropped`: those that were sent, but
     are not known to have arrived, may yet have.
@@ -61,7 +61,7 @@ class Spool:
         return self._next
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         """Of all that waits."""
         return sum(entry.size for entry in self._entries)
 
@@ -80,7 +80,7 @@ class Spool:
         self._entries.append(Entry(self._order, self.name, self._next, len(content), path, held))
         self._next += 1
         self._order += 1
-        while self.bytes > self._most_bytes or self._held() > self._held_bytes:
+        while self.size_bytes > self._most_bytes or self._held() > self._held_bytes:
             in_memory = self._held() > self._held_bytes
             self._drop(next(entry for entry in self._entries if not in_memory or entry.held is not None))
             self.dropped += 1
@@ -130,7 +130,7 @@ def _left_in(root: Path) -> list[Entry]:
                 found.append((status.st_mtime_ns, entry))
             elif path.name.endswith(".step.tmp"):
                 path.unlink(missing_ok=True)
-    begun = {}
+    begun: dict[str, int] = {}
     for at_ns, entry in found:
         begun[entry.spool] = min(at_ns, begun.get(entry.spool, at_ns))
     by_age = sorted(

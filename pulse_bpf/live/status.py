@@ -127,7 +127,9 @@ def curves(operators: pl.DataFrame, finding: Mapping[str, Any], until_ns: int) -
 
 
 def _busiest(sent: pl.DataFrame, count: int) -> list[tuple[str, str]]:
-    ports = sent.group_by("node", "nic").agg(pl.col("bytes").sum()).sort("bytes", "node", "nic", descending=True)
+    ports = (
+        sent.group_by("node", "nic").agg(pl.col("bytes").sum()).sort("bytes", "node", "nic", descending=True)
+    )
     return list(ports.head(count).select("node", "nic").iter_rows())
 
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import polars as pl
@@ -18,7 +19,8 @@ from pulse_bpf.schema import STR, U64
 from pulse_bpf.store import write_file
 
 # Rows of the parts: whose they are, so that what came twice would show.
-STORED = pl.Schema({**SENT_OPERATORS, "agent": STR, "spool": STR, "sequence": U64})
+_STORED: dict[str, Any] = {**SENT_OPERATORS, "agent": STR, "spool": STR, "sequence": U64}
+STORED = pl.Schema(_STORED)
 HOUR_NS = 3_600_000_000_000
 _LONGEST_NAME = 100
 
@@ -38,7 +40,8 @@ class Store:
     """Operators under `root`/jobs/JOB/HOUR/COMMIT.parquet, and `marks`: what of each agent's spools they hold.
 
     A commit is its parts first and then the marks, by one rename: parts of a commit that the marks do not know were
-    never confirmed to an agent, and are deleted at the start. HostError when the disk refuses: nothing is committed then.
+    never confirmed to an agent, and are deleted at the start. HostError when the disk refuses; then nothing is
+    committed.
     """
 
     def __init__(self, root: Path, write: Write = write_file) -> None:
@@ -51,7 +54,9 @@ class Store:
                 content = json.loads(path.read_text())
                 self._commit, self.marks = int(content["commit"]), dict(content["marks"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"cannot read {path}", str(error), "Move the directory away to begin anew") from error
+            raise DataError(
+                f"cannot read {path}", str(error), "Move the directory away to begin anew"
+            ) from error
         for part in self._parts():
             if int(part.stem) > self._commit:
                 part.unlink()
@@ -88,7 +93,9 @@ class Store:
         for job in (self.root / "jobs").glob("*"):
             with suppress(OSError):
                 job.rmdir()
-        kept = sorted((self.root / "evidence").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        kept = sorted(
+            (self.root / "evidence").glob("*"), key=lambda path: path.stat().st_mtime_ns, reverse=True
+        )
         total = 0
         for recording in kept:
             total += _size(recording)
@@ -119,7 +126,9 @@ def _hour() -> pl.Expr:
 
 
 def _name_of_hour(at_ns: int) -> str:
-    return str(pl.select(pl.from_epoch(pl.lit(max(0, at_ns)), time_unit="ns").dt.strftime("%Y%m%dT%H")).item())
+    return str(
+        pl.select(pl.from_epoch(pl.lit(max(0, at_ns)), time_unit="ns").dt.strftime("%Y%m%dT%H")).item()
+    )
 
 
 def _size(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""What the collector holds in memory of one agent: the last seconds of its operators, and how things are on its nodes."""
+"""What a collector holds in memory of one agent: the last seconds of its operators, and how things are there."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class View:
         return all(table in self.state for table in ("nodes", "nics", "processes", "comms", "qps"))
 
     def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int) -> None:
-        """`step`, sent at `sent_ns` by the agent's clock, and heard now; what comes late is no news of how things are."""
+        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left is old."""
         skew_ns = now_ns - sent_ns
         jumped = self.spool == step.spool and abs(skew_ns - self.skew_ns) > SKEWED_NS
         self.seen_ns, self.skew_ns = now_ns, skew_ns
@@ -72,11 +72,15 @@ class View:
             self.nodes = frozenset(step.tables["nodes"]["node"].drop_nulls())
         if "operators" in step.tables:
             if self.from_start and "coverage" in step.tables and not self.held:
-                began_ns = step.tables["coverage"]["first_ns"].min()
-                self.since_ns = max(int(began_ns or 0), step.until_ns - CUT_NS)  # type: ignore[call-overload]
+                began_ns: int = step.tables["coverage"].select(pl.col("first_ns").min()).item() or 0
+                self.since_ns = max(began_ns, step.until_ns - CUT_NS)
             final = pl.col("final")
             self.open = step.tables["operators"].filter(~final)
-            kept = {name: step.tables[name] for name in ("coverage", "events", "port_counters") if name in step.tables}
+            kept = {
+                name: step.tables[name]
+                for name in ("coverage", "events", "port_counters")
+                if name in step.tables
+            }
             self.held.append(
                 Held(step.until_ns, {**kept, "operators": step.tables["operators"].filter(final)})
             )

@@ -1,9 +1,10 @@
-"""What agents and the collector say to each other: one step of an agent as one Arrow record batch, checked on arrival."""
+"""What agents say to a collector: one step of an agent as one Arrow record batch, checked on arrival."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import polars as pl
 import pyarrow as pa
@@ -18,7 +19,8 @@ MOST_BYTES, MOST_RAW_BYTES, MOST_ROWS = 64 * 1024 * 1024, 256 * 1024 * 1024, 1_0
 _CODEC = "zstd"
 
 # `final`: the row will not change, and comes once. What is not replaces all that was not before.
-SENT_OPERATORS = pl.Schema({**OPERATORS, "final": BOOL})
+_OPERATORS: dict[str, Any] = {**OPERATORS, "final": BOOL}
+SENT_OPERATORS = pl.Schema(_OPERATORS)
 # Tables that say how things are, sent whole and only when that changed; the others hold what is new.
 STATE = ("nodes", "nics", "processes", "comms", "channels", "qps", "flows")
 NEWS = ("operators", "coverage", "events", "port_counters")
@@ -149,4 +151,3 @@ def _table(row: Mapping[str, object]) -> pl.DataFrame:
 
 def _line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
-

@@ -97,7 +97,9 @@ class Replay:
     def __init__(self, directory: Path, scratch: Path) -> None:
         recording = load([directory])
         # Operators have no table of details in a simulation.
-        self.tables = {table: recording[table] for table in TABLES if table not in ("op_details", "operators")}
+        self.tables = {
+            table: recording[table] for table in TABLES if table not in ("op_details", "operators")
+        }
         coverage = self.tables["coverage"]
         self.first_ns, self.last_ns = int(coverage["first_ns"].min()), int(coverage["last_ns"].max())  # type: ignore[arg-type]
         self.now_ns = self.first_ns
