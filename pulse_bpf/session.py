@@ -5,12 +5,11 @@ from __future__ import annotations
 import platform
 import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
 
 import polars as pl
 from rich.console import Console
@@ -36,22 +35,6 @@ ROTATE_S = 0.65
 SETTLE_S = 0.1
 # How often processes are looked for, and libraries that were opened since.
 WATCH_S = 2.0
-
-
-class Writer(Protocol):
-    """Where what is recorded goes: a directory (store.RecordingWriter), or something that is alive."""
-
-    def append(self, table: str, frame: pl.DataFrame) -> None:
-        """More rows of a table that grows."""
-
-    def replace(self, table: str, frame: pl.DataFrame) -> None:
-        """The whole of a small table."""
-
-    def manifest(self, sources: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> None:
-        """What is known of the sources by now."""
-
-    def close(self) -> None:
-        """Nothing more will come."""
 
 
 @dataclass

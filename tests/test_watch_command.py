@@ -123,7 +123,7 @@ def test_a_token_is_shown(options: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "exit_status", "told"),
     [
-        (flight.FlightUnauthorizedError("node7 is not listed"), HOST, "refuses: node7 is not listed"),
+        (flight.FlightUnauthorizedError("node7 is not listed"), HOST, "does not let this client in"),
         (b"{", NO_DATA, "is no status document"),
         (b"[]", NO_DATA, "is no status document"),
         ({"schema_version": 99}, NO_DATA, "it has version 99"),
@@ -153,7 +153,7 @@ def test_who_is_not_known_gets_nothing(
     assert main([*kept, "--once"]) == HOST
     text, notices = capsys.readouterr()
     assert text == ""
-    assert "does not answer" in notices
+    assert "cannot talk to the collector" in notices
 
 
 def test_wrong_usage(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +161,7 @@ def test_wrong_usage(options: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert "Use --once or --json" in capsys.readouterr().err
     assert main(["watch", "--collector=h:1", "--once", "--cert=x"]) == USAGE
     assert main([*options, "--once", f"--token-file={tmp_path / 'none'}"]) == HOST
+    assert main([*options, "--once", f"--ca={tmp_path / 'none'}"]) == USAGE
     for address in ("h", "h:0", "h:65536", "h:x", ":1", "::1:9000"):
         with pytest.raises(SystemExit) as left:
             main(["watch", f"--collector={address}"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -14,18 +13,18 @@ from prometheus_client import CollectorRegistry
 from rich.console import Console
 
 from pulse_bpf import privileges
+from pulse_bpf.errors import HostError
 from pulse_bpf.hosts import Host
 from pulse_bpf.live import wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.collector import Collector, steady_clock
 from pulse_bpf.live.recorder import FlightRecorder
+from pulse_bpf.live.running import LOOK_S, Worker
 from pulse_bpf.live.spool import Spool
 from pulse_bpf.live.status import Json
 from pulse_bpf.session import Recording
 from pulse_bpf.sources import Wanted
 
-# How often what was recorded is judged.
-EVERY_S = 0.5
 _AGENT = "here"
 # As `pulse record` reads the cards where nothing else is asked for.
 _WANTED = Wanted(1_000_000, False, False, False, None, 100_000, False, {})
@@ -51,22 +50,23 @@ def watching(hosts: Sequence[Host], console: Console) -> Iterator[Callable[[], J
             console.print(
                 f"warning: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True
             )
+        trouble: list[str] = []
         stop: list[int] = []
-        with ThreadPoolExecutor(2) as threads:
-            running = [
-                threads.submit(recording.run, None, stop, Console(quiet=True)),
-                threads.submit(local.run, stop),
-            ]
 
-            def ask() -> Json:
-                for each in running:
-                    if each.done():
-                        each.result()
-                return local.status()
+        def ask() -> Json:
+            if running.done():
+                running.result()
+            if trouble:
+                raise HostError("this node cannot be judged", trouble.pop())
+            return local.status()
 
+        with ThreadPoolExecutor(1) as threads:
+            running = threads.submit(recording.run, None, stop, Console(quiet=True))
+            judging = Worker(local.step, LOOK_S, trouble.append)
             try:
                 yield ask
             finally:
+                judging.stop()
                 stop.append(0)
         for warning in recording.outcome.warnings[told:]:
             console.print(
@@ -90,12 +90,6 @@ class Local:
             CollectorRegistry(),
             lambda text: None,
         )
-
-    def run(self, stop: Sequence[int]) -> None:
-        """Judges every EVERY_S until `stop` holds something."""
-        while not stop:
-            self.step()
-            time.sleep(EVERY_S)
 
     def step(self) -> None:
         """Takes what came since the last time, and judges it."""
