@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -170,6 +172,16 @@ def test_a_collector_that_hangs_holds_up_no_key(key: str) -> None:
         assert screen._exit
 
     run(ask, act)
+
+
+def test_sigterm_ends_it() -> None:
+    async def act(screen: Screen, pilot: Pilot[None]) -> None:
+        await until(screen, pilot, "Job 4711")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await pilot.pause(0.1)
+        assert screen._exit
+
+    run(lambda: status(status_job()), act)
 
 
 RATES = st.lists(st.floats(0, 400), max_size=300)

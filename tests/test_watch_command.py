@@ -201,6 +201,16 @@ def test_q_ends_the_screen_and_no_color_makes_it_grey(
     assert not set(re.findall(r"\x1b\[(3[0-7]|9[0-7])m", written))
 
 
+def test_sigterm_ends_it_like_ctrl_c(options: list[str]) -> None:
+    command = [sys.executable, "-m", "pulse_bpf", *options, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == event()
+        process.terminate()
+        _, notices = process.communicate(timeout=60)
+    assert (process.returncode, notices) == (OK, "")
+
+
 def test_changes_between_documents() -> None:
     changes = Changes()
     one, two = event(1), event(2)

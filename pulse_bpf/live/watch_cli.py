@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -68,6 +69,9 @@ def add_commands(verbs: Any) -> None:
 def _watch(arguments: argparse.Namespace) -> int:
     if not (arguments.json or arguments.once or sys.stdout.isatty()):
         raise UsageError("a screen needs a terminal", "", "Use --once or --json")
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # ends as by Ctrl-C: what was attached is taken off
     tls = (arguments.ca, arguments.cert, arguments.key, arguments.token_file)
     if arguments.collector is None:
         if any(tls):
