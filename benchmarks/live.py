@@ -30,7 +30,7 @@ from pulse_bpf.lab.sim.scenarios import SCENARIOS
 from pulse_bpf.lab.sim.simulate import simulate
 
 sys.path.insert(0, str(Path(__file__).parent / "analysis"))
-from live_replay import Replay  # noqa: E402
+from live_replay import Replay
 
 TWELVE = (
     *("gpu-slow", "gpu-contended", "host-cpu", "pcie-slow", "host-pause", "nic-slow"),

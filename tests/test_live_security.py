@@ -39,8 +39,17 @@ def everything(link: FlightLink) -> list[Callable[[], object]]:
         lambda: list(link._client.list_flights(options=link._options)),
         lambda: link._client.do_get(flight.Ticket(b"status"), link._options).read_all(),
         lambda: link._client.get_flight_info(flight.FlightDescriptor.for_path("status"), link._options),
-        lambda: link._client.do_exchange(flight.FlightDescriptor.for_path("step"), link._options)[1].read_chunk(),
+        lambda: link._client.do_exchange(flight.FlightDescriptor.for_path("step"), link._options)[
+            1
+        ].read_chunk(),
     ]
+
+
+def put(link: FlightLink, *path: str) -> None:
+    """Sends nothing to `path`."""
+    writer, _ = link._client.do_put(flight.FlightDescriptor.for_path(*path), wire.ENVELOPE, link._options)
+    with link._explained(), writer:
+        writer.done_writing()
 
 
 def assert_shut_out(there: Served, link: FlightLink) -> None:
@@ -57,7 +66,12 @@ def test_who_is_listed_gets_in_and_nobody_else(tmp_path: Path) -> None:
         assert there.link("node0").send(step("node0"), 0, NOW_NS)["again"] is False
         there.collector._views.clear()
         stranger = trustme.CA().issue_cert("node0")
-        for certificate in (None, stranger, there.certificate("node1"), there.certificate("node9", expired=True)):
+        for certificate in (
+            None,
+            stranger,
+            there.certificate("node1"),
+            there.certificate("node9", expired=True),
+        ):
             assert_shut_out(there, there.shown(certificate))
 
 
@@ -105,11 +119,7 @@ def test_what_is_malformed_is_refused_and_the_collector_goes_on(
         with pytest.raises(LinkError, match="does not say when it was sent"):
             link.send(step("node0"), 0, None)  # type: ignore[arg-type]
         with pytest.raises(LinkError, match="no such destination"):
-            writer, _ = link._client.do_put(
-                flight.FlightDescriptor.for_path("step", "..", ".."), wire.ENVELOPE, link._options
-            )
-            with link._explained(), writer:
-                writer.done_writing()
+            put(link, "step", "..", "..")
         with pytest.raises(LinkError, match="no such action"):
             link._act("shell")
         monkeypatch.setattr(wire, "MOST_BYTES", 10)
@@ -141,7 +151,9 @@ def test_raw_samples_go_nowhere_but_where_they_were_asked_for(
             there.link("node0").raw(finding, node, name, b"x")
         there.link("node0").raw("asked", "node0", "samples/000000.parquet", b"x")
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name not in ("allow",)]
-    assert [path.relative_to(there.collector.store.root).parts[:2] for path in written] == [("evidence", "asked")]
+    assert [path.relative_to(there.collector.store.root).parts[:2] for path in written] == [
+        ("evidence", "asked")
+    ]
 
 
 def test_tokens_in_place_of_certificates(tmp_path: Path) -> None:

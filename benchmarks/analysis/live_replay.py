@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import polars as pl
 from prometheus_client import CollectorRegistry
 
+from pulse_bpf.analysis.clock_offsets import TIMES
 from pulse_bpf.analysis.load import load
+from pulse_bpf.errors import HostError
 from pulse_bpf.live import wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.collector import Collector
@@ -20,7 +23,17 @@ from pulse_bpf.live.spool import Spool
 from pulse_bpf.live.status import Json
 from pulse_bpf.schema import STREAMED, TABLES
 from pulse_bpf.session import ROTATE_S, SETTLE_S
+from pulse_bpf.store import write_file
 
+# The columns that hold moments.
+MOMENTS = {
+    "t_ns",
+    "wall_ns",
+    *(name for names in TIMES.values() for name in names),
+    "return_ns",
+    "launch_ns",
+    "created_ns",
+}
 TIME = {"ops": "call_ns", "clocks": "wall_ns"}
 # Time passes in steps as long as the session waits between two drains.
 TICK_NS = 100_000_000
@@ -65,27 +78,36 @@ class Player:
     agent: Agent
     next_ns: int
     told_ns: int
+    ahead_ns: int
     cpu_s: list[float] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.began_ns = self.told_ns + self.ahead_ns
+
     def play(self, now_ns: int) -> None:
-        """What happens up to `now_ns` on the node's clock."""
+        """What happens up to `now_ns`; the node's clock is ahead of that."""
         if now_ns < self.next_ns:
             return
         self.next_ns += int(ROTATE_S * 1e9)
-        until_ns = now_ns - int(SETTLE_S * 1e9)
+        until_ns = now_ns - int(SETTLE_S * 1e9) + self.ahead_ns
         for table, frame in self.tables.items():
             if table in STREAMED:
-                new = pl.col(TIME.get(table, "t_ns")).is_between(self.told_ns, until_ns, closed="left")
+                told_ns = self.told_ns + self.ahead_ns
+                new = pl.col(TIME.get(table, "t_ns")).is_between(told_ns, until_ns, closed="left")
                 self.agent.append(table, frame.filter(new))
             elif table == "coverage":
-                self.agent.replace(table, frame.with_columns(pl.col("last_ns").clip(upper_bound=until_ns)))
+                seen = frame.with_columns(
+                    pl.col("first_ns").clip(lower_bound=self.began_ns),
+                    pl.col("last_ns").clip(upper_bound=until_ns),
+                )
+                self.agent.replace(table, seen)
             elif table == "processes":
                 gone = pl.when(pl.col("gone_ns") < until_ns).then("gone_ns")
                 self.agent.replace(table, frame.with_columns(gone_ns=gone))
             else:
                 self.agent.replace(table, frame)
         self.agent.manifest([], {})
-        self.told_ns = until_ns
+        self.told_ns = until_ns - self.ahead_ns
         began = time.process_time()
         self.agent.measure()
         self.cpu_s.append(time.process_time() - began)
@@ -96,14 +118,13 @@ class Replay:
 
     def __init__(self, directory: Path, scratch: Path) -> None:
         recording = load([directory])
-        # Operators have no table of details in a simulation.
         self.tables = {
             table: recording[table] for table in TABLES if table not in ("op_details", "operators")
         }
         coverage = self.tables["coverage"]
         self.first_ns, self.last_ns = int(coverage["first_ns"].min()), int(coverage["last_ns"].max())  # type: ignore[arg-type]
         self.now_ns = self.first_ns
-        self.scratch = scratch
+        self.scratch, self.full = scratch, False
         self.collector = self.new_collector()
         self.events: list[Event] = []
         self.judging_s: list[float] = []
@@ -113,12 +134,20 @@ class Replay:
 
     def new_collector(self) -> Collector:
         """One that finds what an earlier one left."""
-        return Collector(self.scratch / "collector", lambda: self.now_ns, CollectorRegistry())
+        return Collector(self.scratch / "collector", lambda: self.now_ns, CollectorRegistry(), self.write)
 
-    def new_player(self, node: str, phase: float) -> Player:
-        """An agent that begins now; sessions rotate at a `phase` of their own."""
+    def write(self, path: Path, content: Callable[[Path], object]) -> None:
+        """How the collector writes files; refuses while its disk is `full`."""
+        if self.full:
+            raise HostError(f"cannot write to {path}", "No space left on device")
+        write_file(path, content)
+
+    def new_player(self, node: str, phase: float, ahead_ns: int = 0) -> Player:
+        """An agent that begins now, whose clock is `ahead_ns`; sessions rotate at a `phase` of their own."""
         own = {
-            table: frame.filter(pl.col("node") == node) if "node" in frame.columns else frame
+            table: (frame.filter(pl.col("node") == node) if "node" in frame.columns else frame).with_columns(
+                pl.col(name) + ahead_ns for name in frame.columns if name.endswith("_ns") and name in MOMENTS
+            )
             for table, frame in self.tables.items()
         }
         root = self.scratch / node
@@ -127,11 +156,11 @@ class Replay:
             Spool(root / "spool", 2**30, 2**26),
             FlightRecorder(root / "ring", 60.0, 2**30),
             AMPLE,
-            lambda: self.now_ns,
+            lambda: self.now_ns + ahead_ns,
             CollectorRegistry(),
             lambda text: None,
         )
-        return Player(node, own, agent, self.now_ns + int(phase * ROTATE_S * 1e9), self.now_ns)
+        return Player(node, own, agent, self.now_ns + int(phase * ROTATE_S * 1e9), self.now_ns, ahead_ns)
 
     def tick(self) -> list[Event]:
         """The next TICK_NS of all; what opened, changed or closed in them."""
@@ -139,7 +168,8 @@ class Replay:
         for player in self.players.values():
             player.play(self.now_ns)
             player.agent.send()
-        self.collector.commit()
+        with suppress(HostError):
+            self.collector.commit()
         began = time.process_time()
         new = self.collector.judge()
         self.judging_s.append(time.process_time() - began)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from pulse_bpf import analysis
+from pulse_bpf.analysis.clock_offsets import TIMES
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.localize import MIN_CONFIDENCE
 from pulse_bpf.analysis.metrics import OPERATORS
@@ -92,7 +93,7 @@ def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
     )
     within = pl.col("t_ns").is_between(first_ns, last_ns)
     state = {table: view.state.get(table, pl.DataFrame(schema=SCHEMAS[table])) for table in SCHEMAS}
-    return {
+    tables = {
         "operators": rows.select(OPERATORS.names()),
         "flows": state["flows"].filter(here & (of_job | pl.col("comm_id").is_null())),
         "coverage": clipped.filter(pl.col("first_ns") < pl.col("last_ns")),
@@ -103,6 +104,15 @@ def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
         "qps": state["qps"].clear(),
         **{table: state[table].filter(here) for table in ("nodes", "nics", "processes")},
     }
+    return tables if shift == 0 else {name: _moved(name, frame, shift) for name, frame in tables.items()}
+
+
+def _moved(table: str, frame: pl.DataFrame, shift_ns: int) -> pl.DataFrame:
+    """A table of an agent whose clock is set wrong, on the common clock; which is no more than about right then."""
+    if table == "nodes":
+        return frame.with_columns(clock_error_ns=pl.lit(None, pl.Int64))
+    times = [name for name in TIMES.get(table, ()) if name in frame.columns]
+    return frame.with_columns(pl.col(name) + shift_ns for name in times)
 
 
 def _renumbered(operators: pl.DataFrame) -> pl.DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ class FlightRecorder:
             return
         self._numbers[table] = number + 1
         path = self._writer.root / table / f"{number:06d}.parquet"
-        time = next((name for name in ("t_ns", "call_ns", "wall_ns") if name in frame.columns), None)
+        time = _time_of(frame)
         last_ns = self._parts[-1].last_ns if self._parts else 0
         if time:
             first_ns, last_ns = frame.select(first=pl.col(time).min(), last=pl.col(time).max()).row(0)
@@ -77,17 +78,27 @@ class FlightRecorder:
         self._tried(lambda: self._writer.manifest(sources, extra))
 
     def between(self, first_ns: int, last_ns: int) -> Iterator[tuple[str, bytes]]:
-        """Name and content of all files of a recording of that time: parts that reach into it, and the small tables."""
+        """Name and content of all files of a recording of that time, as if it had begun and ended then.
+
+        So that those of several nodes end together: who seems to have stopped earlier would be taken for who did.
+        """
         root = self._writer.root
-        paths = [
-            part.path for part in list(self._parts) if part.first_ns <= last_ns and part.last_ns >= first_ns
-        ]
+        parts = [part for part in list(self._parts) if part.first_ns <= last_ns and part.last_ns >= first_ns]
+        kept_ns = min(
+            (part.first_ns for part in parts if part.path.parent.name == "samples"), default=first_ns
+        )
+        begin_ns = max(first_ns, kept_ns)
+        paths = [part.path for part in parts]
         for path in [*paths, *sorted(root.glob("*.parquet")), root / "manifest.json"]:
             try:
-                yield str(path.relative_to(root)), path.read_bytes()
+                if path.parent == root and path.stem != "coverage":
+                    content = path.read_bytes()
+                else:
+                    content = _cut(pl.read_parquet(path), begin_ns, last_ns)
             except OSError:
                 # It may have left the ring meanwhile.
                 continue
+            yield str(path.relative_to(root)), content
 
     def _tried(self, write: Any) -> bool:
         try:
@@ -97,3 +108,22 @@ class FlightRecorder:
             return False
         self.refused = None
         return True
+
+
+def _cut(frame: pl.DataFrame, first_ns: int, last_ns: int) -> bytes:
+    """The rows of a table between two moments, or the part of what they say was covered, as a Parquet file."""
+    time = _time_of(frame)
+    if time:
+        frame = frame.filter(pl.col(time).is_between(first_ns, last_ns))
+    elif "last_ns" in frame.columns:
+        frame = frame.with_columns(
+            pl.col("first_ns").clip(lower_bound=first_ns), pl.col("last_ns").clip(upper_bound=last_ns)
+        ).filter(pl.col("first_ns") <= pl.col("last_ns"))
+    content = io.BytesIO()
+    frame.write_parquet(content)
+    return content.getvalue()
+
+
+def _time_of(frame: pl.DataFrame) -> str | None:
+    """The column by which a table grows."""
+    return next((name for name in ("t_ns", "call_ns", "wall_ns") if name in frame.columns), None)
