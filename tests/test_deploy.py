@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from pulse_bpf import privileges
+from pulse_bpf.cli import parser
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import describe_exported
@@ -167,6 +169,14 @@ def test_only_the_agent_has_capabilities_and_only_those_a_recording_keeps() -> N
     assert {f"CAP_{name}" for name in of_containers["pulse-agent"]["capabilities"]["add"]} == kept()
     assert of_containers["pulse-collector"]["capabilities"] == {"drop": ["ALL"]}
     assert all(context["readOnlyRootFilesystem"] for context in of_containers.values())
+
+
+def test_units_and_manifests_start_what_there_is() -> None:
+    commands = [shlex.split(unit(path)["ExecStart"][0])[1:] for path in UNITS]
+    commands += [container["args"] for container in containers().values()]
+    assert [command[0] for command in commands] == ["agent", "collect", "agent", "collect"]
+    for command in commands:
+        parser().parse_args(command)
 
 
 def test_the_manifests_fit_together() -> None:

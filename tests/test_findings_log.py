@@ -64,6 +64,14 @@ def test_a_fault_opens_when_it_is_seen_again_and_closes_when_it_was_absent_for_l
     assert again[0]["id"] != opened["id"]
 
 
+def test_what_few_operators_say_opens_later(log: FindingsLog) -> None:
+    few = finding(evidence=[{**finding()["evidence"][0], "operators": 5}])
+    assert verdicts(log, [few], 0, 0.5) == []
+    assert states(verdicts(log, [few], 1, 1)) == ["opened"]
+    counted = finding(kind="nic-down", evidence=[{**finding()["evidence"][0], "operators": 0}])
+    assert states(verdicts(log, [counted], 10, 10.5)) == ["opened"]
+
+
 def test_what_is_seen_once_is_a_coincidence(log: FindingsLog) -> None:
     for second in range(0, 60, 2):
         assert verdicts(log, [finding()], second, second) == []

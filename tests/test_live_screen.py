@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -57,7 +59,7 @@ def test_a_job_is_shown_in_full(size: tuple[int, int]) -> None:
             "Job 4711: ANOMALY (confidence 90%), iteration 1,250.0 ms",
             "► NIC mlx5_0 of node node3 (nic-slow) 90% sure, 2.00x slower, for 0:01:30",
             "It sends at 40 Gbit/s.",
-            "from 0 to 90.0",
+            "from 0 to 90.0 Gbit/s",
             "► node3 mlx5_0 ▄▄▄",
             "  node1 mlx5_0 ███",
             "1 of 2 nodes are missing: node4 (for 0:00:40)",
@@ -147,7 +149,8 @@ def test_what_is_known_stays_while_the_collector_is_away() -> None:
     run(ask, act)
 
 
-def test_a_collector_that_hangs_holds_up_no_key() -> None:
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
+def test_a_collector_that_hangs_holds_up_no_key(key: str) -> None:
     leave = threading.Event()
     asked = []
 
@@ -164,11 +167,21 @@ def test_a_collector_that_hangs_holds_up_no_key() -> None:
         leave.set()
         await until(screen, pilot, "Job 4711")
         leave.clear()
-        await pilot.press("q")
+        await pilot.press(key)
         leave.set()
         assert screen._exit
 
     run(ask, act)
+
+
+def test_sigterm_ends_it() -> None:
+    async def act(screen: Screen, pilot: Pilot[None]) -> None:
+        await until(screen, pilot, "Job 4711")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await pilot.pause(0.1)
+        assert screen._exit
+
+    run(lambda: status(status_job()), act)
 
 
 RATES = st.lists(st.floats(0, 400), max_size=300)

@@ -123,7 +123,7 @@ def test_a_token_is_shown(options: list[str], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "exit_status", "told"),
     [
-        (flight.FlightUnauthorizedError("node7 is not listed"), HOST, "refuses: node7 is not listed"),
+        (flight.FlightUnauthorizedError("node7 is not listed"), HOST, "does not let this client in"),
         (b"{", NO_DATA, "is no status document"),
         (b"[]", NO_DATA, "is no status document"),
         ({"schema_version": 99}, NO_DATA, "it has version 99"),
@@ -153,7 +153,7 @@ def test_who_is_not_known_gets_nothing(
     assert main([*kept, "--once"]) == HOST
     text, notices = capsys.readouterr()
     assert text == ""
-    assert "does not answer" in notices
+    assert "cannot talk to the collector" in notices
 
 
 def test_wrong_usage(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +161,7 @@ def test_wrong_usage(options: list[str], tmp_path: Path, capsys: pytest.CaptureF
     assert "Use --once or --json" in capsys.readouterr().err
     assert main(["watch", "--collector=h:1", "--once", "--cert=x"]) == USAGE
     assert main([*options, "--once", f"--token-file={tmp_path / 'none'}"]) == HOST
+    assert main([*options, "--once", f"--ca={tmp_path / 'none'}"]) == USAGE
     for address in ("h", "h:0", "h:65536", "h:x", ":1", "::1:9000"):
         with pytest.raises(SystemExit) as left:
             main(["watch", f"--collector={address}"])
@@ -198,6 +199,16 @@ def test_q_ends_the_screen_and_no_color_makes_it_grey(
     assert colours
     assert all(red == green == blue for red, green, blue in colours) == bool(environment)
     assert not set(re.findall(r"\x1b\[(3[0-7]|9[0-7])m", written))
+
+
+def test_sigterm_ends_it_like_ctrl_c(options: list[str]) -> None:
+    command = [sys.executable, "-m", "pulse_bpf", *options, "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == event()
+        process.terminate()
+        _, notices = process.communicate(timeout=60)
+    assert (process.returncode, notices) == (OK, "")
 
 
 def test_changes_between_documents() -> None:

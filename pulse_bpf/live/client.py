@@ -90,6 +90,10 @@ class FlightLink:
         """Says that all were sent."""
         self._act("raw-done", {"finding": finding, "found": found})
 
+    def status(self) -> bytes:
+        """The status document, as JSON."""
+        return self._act("status")
+
     def close(self) -> None:
         """Ends the connection."""
         self._client.close()
@@ -109,5 +113,11 @@ class FlightLink:
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
             raise LinkError(what, "it does not let this client in", "See its list of clients") from error
         except (pa.ArrowException, OSError, ValueError) as error:
-            text = (str(error).splitlines() or [type(error).__name__])[0]
-            raise LinkError(what, text[:300], "Is it running, and are the certificates valid?") from error
+            why = _without_grpc(str(error))[:300] or type(error).__name__
+            raise LinkError(what, why, "Is it running, and are the certificates valid?") from error
+
+
+def _without_grpc(text: str) -> str:
+    """The first line of an error, without what only gRPC's developers read."""
+    line = text.partition("\n")[0].partition(". gRPC client debug context")[0]
+    return line.rpartition("with message: ")[2].rpartition("last error: ")[2]

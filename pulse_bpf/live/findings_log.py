@@ -15,8 +15,10 @@ from pulse_bpf.analysis.localize import MIN_CONFIDENCE
 from pulse_bpf.errors import HostError
 from pulse_bpf.store import write_file
 
-# A finding opens when this many of the last verdicts name it: one verdict alone may be a coincidence of its window.
-OPEN_SEEN, OPEN_OF = 2, 3
+# A finding opens when two of the last verdicts name it: one alone may be a coincidence of its window. As successive
+# verdicts are mostly about the same operators, it takes three while these are fewer than so many.
+OPEN_SEEN, OPEN_SEEN_FEW, OPEN_OF = 2, 3, 4
+FEW_OPERATORS = 10
 # It closes when it was absent for as long, which is longer than faults that come and go pause.
 CLOSE_AFTER_NS = 30_000_000_000
 # Between two verdicts that are further apart nobody looked; a clock that jumped is no time that passed either.
@@ -149,7 +151,10 @@ class FindingsLog:
         sure = finding["confidence"] >= MIN_CONFIDENCE
         verdicts = known.seen.setdefault(identity, deque(maxlen=OPEN_OF))
         verdicts.append(sure)
-        return sure and (finding["cause"] == "stop" or sum(verdicts) >= OPEN_SEEN)
+        # Counters of a port rest on no operator.
+        few = 0 < max((each["operators"] for each in finding["evidence"]), default=0) < FEW_OPERATORS
+        needed = OPEN_SEEN_FEW if few else OPEN_SEEN
+        return sure and (finding["cause"] == "stop" or sum(verdicts) >= needed)
 
     @staticmethod
     def _forget(known: _Job, named: Collection[Identity]) -> None:

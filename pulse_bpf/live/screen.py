@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Footer, Static
 
@@ -18,7 +20,7 @@ from pulse_bpf.live.status_text import COLUMNS, job_row, job_text
 
 
 class Screen(App[None]):
-    """Shows what `ask` answers, a status document, again every `seconds`, until q is pressed.
+    """Shows what `ask` answers, a status document, again every `seconds`, until q, Ctrl-C or SIGTERM.
 
     `ask` may take long or raise PulseError: the last answer stays, with its age and why there is no newer one. The
     chosen job stays chosen while others come and go; at first it is the one with most findings that are open.
@@ -30,7 +32,11 @@ class Screen(App[None]):
     #jobs { height: auto; max-height: 40%; }
     #job { height: auto; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "Quit"), ("r", "ask", "Ask now")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("q", "quit", "Quit"),
+        ("r", "ask", "Ask now"),
+        Binding("ctrl+c", "quit", show=False, priority=True),
+    ]
     ENABLE_COMMAND_PALETTE = False
 
     def __init__(self, ask: Callable[[], Mapping[str, Any]], source: str, seconds: float) -> None:
@@ -43,16 +49,20 @@ class Screen(App[None]):
         self._trouble = ""
         self._names: list[str] = []
         self._chosen: str | None = None
+        # Held, as sizes and answers may come before they are on the screen, and after.
+        self._head, self._body = Static(id="head"), Static(id="job")
+        self._table: DataTable[Text] = DataTable(id="jobs", cursor_type="row", zebra_stripes=True)
 
     def compose(self) -> ComposeResult:
-        yield Static(id="head")
-        yield DataTable(id="jobs", cursor_type="row", zebra_stripes=True)
+        yield self._head
+        yield self._table
         with VerticalScroll():
-            yield Static(id="job")
+            yield self._body
         yield Footer()
 
     def on_mount(self) -> None:
-        self.query_one(DataTable).add_columns(*COLUMNS)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self.exit)
+        self._table.add_columns(*COLUMNS)
         self._draw()
         self.action_ask()
         self.set_interval(self._seconds, self.action_ask)
@@ -78,7 +88,7 @@ class Screen(App[None]):
         self._names = [job["job"] for job in jobs]
         if self._chosen not in self._names:
             self._chosen = max(jobs, key=lambda job: len(job["open"]))["job"] if jobs else None
-        table = self.query_one(DataTable)
+        table = self._table
         with self.prevent(DataTable.RowHighlighted):
             table.clear()
             for job in jobs:
@@ -109,5 +119,5 @@ class Screen(App[None]):
             chosen = [job for job in status["jobs"] if job["job"] == self._chosen]
             columns = max(self.size.width - 3, 1)  # beside a scrollbar
             body = job_text(chosen[0], status["now_ns"], columns) if chosen else Text("No job reports here")
-        self.query_one("#head", Static).update(Text(head))
-        self.query_one("#job", Static).update(body)
+        self._head.update(Text(head))
+        self._body.update(body)

@@ -10,6 +10,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from pulse_bpf.analysis.slow import speed
 from pulse_bpf.analysis.text import printable
 from pulse_bpf.live.words import headline
 
@@ -84,7 +85,7 @@ def _curves(curves: Sequence[Mapping[str, Any]], columns: int) -> list[Text]:
     seconds = max(len(curve["gbps"]) * curve["bin_ns"] for curve in curves) / 1e9
     labels = [printable(curve["label"]) for curve in curves]
     width = min(max(map(cell_len, labels)), _LONGEST_LABEL, columns // 3)
-    lines = [Text(f"Gbit/s while sending, from 0 to {top:.1f}, over {seconds:.3g} s:")]
+    lines = [Text(f"Rate while sending, from 0 to {speed(top)}, over {seconds:.3g} s:")]
     for curve, label in zip(curves, labels, strict=True):
         suspect = curve["role"] == "suspect"
         lead = f"{'►' if suspect else ' '} {set_cell_size(label, width)} "
