@@ -207,7 +207,7 @@ def load(chosen: argparse.Namespace, scratch: Path) -> None:
             held_mb = resident_bytes(Path(f"/proc/{collector.pid}/statm")) / 2**20
             print(
                 f"{len(names)} agents, {rows / seconds / len(names):.0f} rows of operators a second and agent, "
-                f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s of their time in "
+                f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s in "
                 f"{time.monotonic() - began:.0f} s: collector {cpu:.1f} CPU s, {cpu / seconds:.2f} cores at their pace, "
                 f"{1e6 * cpu / rows:.1f} us a row, {held_mb:.0f} MB; the last of a round was sent {late_s:.1f} s late"
             )
@@ -237,7 +237,7 @@ def _renamed(step: wire.Step, job: str, ahead_ns: int) -> tuple[bytes, int]:
         names = [name for name in ("node", "peer_node", "comm_id") if name in frame.columns]
         moments = [name for name in frame.columns if name in MOMENTS]
         tables[table] = frame.with_columns(
-            *(pl.concat_str(pl.lit(f"{job}-"), name) for name in names),
+            *(pl.concat_str(pl.lit(f"{job}-"), name).alias(name) for name in names),
             *(pl.col(name) + ahead_ns for name in moments),
         )
     final = int(tables["operators"]["final"].sum()) if "operators" in tables else 0
