@@ -206,10 +206,10 @@ def load(chosen: argparse.Namespace, scratch: Path) -> None:
             cpu = _cpu_s(collector.pid) - used
             held_mb = resident_bytes(Path(f"/proc/{collector.pid}/statm")) / 2**20
             print(
-                f"{len(names)} agents, {rows / seconds / len(names):.0f} rows of operators a second and agent, "
-                f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s in "
-                f"{time.monotonic() - began:.0f} s: collector {cpu:.1f} CPU s, {cpu / seconds:.2f} cores at their pace, "
-                f"{1e6 * cpu / rows:.1f} us a row, {held_mb:.0f} MB; the last of a round was sent {late_s:.1f} s late"
+                f"{len(names)} agents, {rows / seconds / len(names):.0f} operator rows a second and agent, "
+                f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s of it in "
+                f"{time.monotonic() - began:.0f} s: collector {cpu:.1f} CPU s, {cpu / seconds:.2f} cores at pace, "
+                f"{1e6 * cpu / rows:.1f} us a row, {held_mb:.0f} MB; the last of a round came {late_s:.1f} s late"
             )
         finally:
             collector.kill()
