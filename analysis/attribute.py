@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import polars as pl
 
-from pulse_bpf.analysis.bursts import bursts
+from pulse_bpf.analysis.bursts import Bursts, bursts
 from pulse_bpf.analysis.by_volume import HEADER_BYTES, MTUS
 from pulse_bpf.analysis.candidates import candidates, data_directions
 from pulse_bpf.analysis.channels import with_channels
@@ -109,20 +111,34 @@ def covered(recording: Recording) -> pl.DataFrame:
     return pl.concat([stated, others.select(stated.columns)]).sort(PORT)
 
 
-def flows(recording: Recording) -> pl.DataFrame:
+class Carried(NamedTuple):
+    """What is needed of the samples to attribute flows: their first `bursts`, and whether bytes include headers."""
+
+    bursts: Bursts
+    wire: bool
+
+
+def carried_first(recording: Recording, start_ns: int | None = None) -> Carried:
+    """What the flows in `recording` carried first, counted from `start_ns`, or else from its first sample on."""
+    return Carried(bursts(recording.samples, recording.lives["flow"], start_ns), on_wire(recording))
+
+
+def flows(recording: Recording, carried: Carried | None = None) -> pl.DataFrame:
     """Each life of a QP with what it belongs to, in FLOWS columns.
+
+    `carried` is of the same flows, where the samples are elsewhere.
 
     `channel` as channels.py tells it. Where the two ends of a QP share several communicators, or several processes of
     the node may have called, what it carried first settles which (by_volume). Both ends of a QP count, where both were
     recorded.
     """
-    carried = bursts(recording.samples, recording.lives["flow"])
-    paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], carried.totals())
+    first, wire = carried or carried_first(recording)
+    paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], first.totals())
     known = with_owners(paired, recording["comms"])
-    told = data_directions(carried.totals(), known, possible)
+    told = data_directions(first, known, possible, wire)
     directions = told.drop("data")
     found = candidates(known, possible, recording, directions)
-    settled = settle(found, directions, recording, carried)
+    settled = settle(found, directions, recording, first, wire)
     there = known.select("nic", peer_flow="flow", end_pid="owner_pid")
     joined = (
         known.drop("comm_id")
@@ -149,7 +165,7 @@ def flows(recording: Recording) -> pl.DataFrame:
     )
     mtu_bytes = pl.coalesce("path_mtu", pl.col("path_mtu").mode().first(), pl.lit(MTUS[0]))
     flows = joined.join(told.select("flow", "data"), on="flow", how="left").with_columns(
-        reason=reason, wire_factor=1 + HEADER_BYTES / mtu_bytes if on_wire(recording) else pl.lit(1.0)
+        reason=reason, wire_factor=1 + HEADER_BYTES / mtu_bytes if wire else pl.lit(1.0)
     )
     flows = flows.select(pl.col(name).cast(dtype) for name, dtype in FLOWS.items())
     return with_channels(flows, directions, recording["channels"])

@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs, changes
 from pulse_bpf.analysis.samples import Samples
+from pulse_bpf.errors import DataError
+from pulse_bpf.schema import BOOL, I64, U64
 
 # Whose traffic a flow carries shows in its first bytes: of so much time from the recording's begin, or, of a flow that
 # is silent then, from a later multiple of it.
@@ -24,6 +26,8 @@ MAX_BIN_NS = 2_000_000
 TOLERANCE, SUCCESSIVE = 0.004, 4
 # Beginning and end of a recording cut calls: by so much may what was carried differ from what was called.
 PLAUSIBLE = 0.4
+# A clear-to-send on the wire, and what a source may round what a queue pair moves in a bin up to.
+CONTROL_BYTES, UNIT_BYTES = 142, 32
 # Below this many bytes a call is a few lines of NCCL's LL protocol, whose padding hides its size.
 TINY_BYTES = 16384
 
@@ -32,7 +36,8 @@ _SILENCES = np.array(SILENCES, np.int64)
 
 class Bursts(NamedTuple):
     """Of each stream, 2 x flow in `flows` + 1 where sent: bytes without repeats (`total`), in which multiple of
-    WARMUP_NS from `start_ns` they are (`slot`, -1 without any), and the bin's width.
+    WARMUP_NS from `start_ns` they are (`slot`, -1 without any), the bin's width, and whether they may be nothing but
+    clear-to-sends with headers (`control`).
 
     `sizes` holds the bytes between silences, sorted, of stream s and the SILENCES[i]-th length from
     offsets[len(SILENCES) * s + i] on.
@@ -43,6 +48,7 @@ class Bursts(NamedTuple):
     slot: Longs
     total: Longs
     bin_ns: Longs
+    control: NDArray[np.bool_]
     sizes: Longs
     offsets: Longs
 
@@ -50,20 +56,92 @@ class Bursts(NamedTuple):
         """flow, tx, rx: bytes."""
         return pl.DataFrame({"flow": self.flows, "tx": self.total[1::2], "rx": self.total[::2]})
 
+    def controls(self) -> pl.DataFrame:
+        """flow, tx, rx: whether there were bytes, each bin's as many as some clear-to-sends have."""
+        seen = self.control & (self.total > 0)
+        return pl.DataFrame({"flow": self.flows, "tx": seen[1::2], "rx": seen[::2]})
 
-def bursts(samples: Samples, flows: pl.Series) -> Bursts:
-    """What each of the distinct `flows` carried first.
+    def table(self) -> pl.DataFrame:
+        """The same as a table (CARRIED), one row a stream, which `from_table` takes back."""
+        silences = len(SILENCES)
+        lengths = np.diff(self.offsets)
+        ends = self.offsets[silences::silences]
+        return pl.DataFrame(
+            {
+                "flow": np.repeat(self.flows, 2),
+                "tx": np.arange(len(self.slot)) % 2 == 1,
+                "slot": self.slot,
+                "total": self.total,
+                "bin_ns": self.bin_ns,
+                "control": self.control,
+                "sizes": [self.sizes[self.offsets[i * silences] : end] for i, end in enumerate(ends)],
+                "lengths": list(lengths.reshape(-1, silences)),
+            },
+            schema=CARRIED,
+        )
+
+
+# What the streams of some nodes carried, as it travels: `lengths` says how many of the `sizes` each of SILENCES has.
+_CARRIED: dict[str, pl.DataType | type[pl.DataType]] = {
+    "flow": U64,
+    "tx": BOOL,
+    "slot": I64,
+    "total": I64,
+    "bin_ns": I64,
+    "control": BOOL,
+    "sizes": pl.List(I64),
+    "lengths": pl.List(I64),
+}
+CARRIED = pl.Schema(_CARRIED)
+
+
+def from_table(table: pl.DataFrame, start_ns: int) -> Bursts:
+    """The bursts in the rows of `table` (CARRIED) of any number of nodes, all counted from `start_ns` on.
+
+    DataError where it is no such table.
+    """
+    table = table.sort("flow", "tx")
+    streams = np.arange(table.height)
+    flows = table["flow"].to_numpy()
+    lengths = table["lengths"].explode(empty_as_null=False).to_numpy()
+    sizes = table["sizes"].explode(empty_as_null=False).to_numpy()
+    if (
+        table.select(pl.any_horizontal(pl.all().is_null().any())).item()
+        or not np.array_equal(table["tx"].to_numpy(), streams % 2 == 1)
+        or not np.array_equal(flows[::2], np.unique(flows))
+        or not np.array_equal(flows[::2], flows[1::2])
+        or table.filter(pl.col("lengths").list.len() != len(SILENCES)).height
+        or (lengths < 0).any()
+        or table.filter(pl.col("lengths").list.sum() != pl.col("sizes").list.len()).height
+    ):
+        raise DataError("what the flows carried first is damaged")
+    return Bursts(
+        flows[::2].copy(),
+        start_ns,
+        table["slot"].to_numpy(),
+        table["total"].to_numpy(),
+        table["bin_ns"].to_numpy(),
+        table["control"].to_numpy(),
+        sizes.astype(np.int64),
+        np.r_[0, np.cumsum(lengths)].astype(np.int64),
+    )
+
+
+def bursts(samples: Samples, flows: pl.Series, start_ns: int | None = None) -> Bursts:
+    """What each of the distinct `flows` carried first, counted from `start_ns`, or else from the first sample on.
 
     Once WARMUP_NS of a node were read, parts without a flow that was silent so far are passed over.
     """
+    start_ns = samples.start_ns if start_ns is None else start_ns
     order = np.sort(flows.to_numpy())
     streams = 2 * len(order)
     slot, last_ns, total, bin_ns = (np.full(streams, value, np.int64) for value in (-1, 0, 0, 0))
     since = np.zeros((streams, len(SILENCES)), np.int64)
     counts = np.zeros((streams, len(SILENCES)), np.int64)
+    control = np.ones(streams, np.bool_)
     found = [np.zeros((2, 0), np.int64)]
     silent = set(order.tolist())
-    for batch in samples.batches(samples.start_ns + WARMUP_NS, silent) if streams else ():
+    for batch in samples.batches(start_ns + WARMUP_NS, silent) if streams else ():
         flow = batch.rows["flow"].to_numpy()
         begins = changes(flow)
         at = np.searchsorted(order, flow[begins])
@@ -77,13 +155,14 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
                 batch.rows["t_ns"].to_numpy(),
                 batch.rows["bin_ns"].to_numpy(),
                 (batch.rows["bytes"].to_numpy() - batch.rows["retx_bytes"].to_numpy()).view(np.int64),
-                samples.start_ns,
+                start_ns,
                 slot,
                 last_ns,
                 total,
                 bin_ns,
                 since,
                 counts,
+                control,
             )
         )
     running = total[:, None] - since
@@ -92,7 +171,7 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
     which, sizes = np.concatenate(found, axis=1)
     ordered = np.lexsort((sizes, which))
     offsets = np.searchsorted(which[ordered], np.arange(running.size + 1))
-    return Bursts(order, samples.start_ns, slot, total, bin_ns, sizes[ordered], offsets)
+    return Bursts(order, start_ns, slot, total, bin_ns, control, sizes[ordered], offsets)
 
 
 @compiled
@@ -110,6 +189,7 @@ def _add(
     bin_ns: Longs,
     since: Longs,
     counts: Longs,
+    control: NDArray[np.bool_],
 ) -> Longs:
     """The (stream and silence, size) of bursts that end; `flow` of the rows between two of `begins`, -1 for none.
 
@@ -147,6 +227,8 @@ def _add(
                     since[stream, level] = total[stream]
             last_ns[stream] = t_ns[row] + width_ns[row]
             total[stream] += net[row]
+            over = net[row] % CONTROL_BYTES
+            control[stream] &= over == 0 or (over < UNIT_BYTES and net[row] % UNIT_BYTES == 0)
     return np.asarray(ended[:, :many])
 
 

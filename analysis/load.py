@@ -33,6 +33,9 @@ ESSENTIAL = {
 # Tables with rows for every bin, which are never held as a whole.
 LAZY = ("samples", "port_samples")
 
+# Made by the analysis, and kept where the samples of a node are not: read when they are asked for.
+DERIVED = ("operators", "flows")
+
 # Parts that end alike are compared whole.
 FOOTER_BYTES = 4096
 
@@ -41,7 +44,7 @@ class Recording:
     """All tables of some recordings, each with exactly the columns of its schema, a missing one empty.
 
     Those of LAZY are read when they are asked for, window by window; they are given among `tables`, or in the files
-    `parts` of each.
+    `parts` of each. `derived` has the files of DERIVED.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Recording:
     ) -> None:
         parts = parts or {}
         self.tables = {table: frame for table, frame in tables.items() if table not in LAZY}
+        self.derived = {table: list(parts.get(table, ())) for table in DERIVED}
         self.manifests = list(manifests)
         self._damaged = list(damaged)
         self.lives = queue_pairs(self.tables.get("qps", empty("qps")))
@@ -67,6 +71,22 @@ class Recording:
             return self.ports.whole()
         return self.tables[table]
 
+    def kept(self, table: str, schema: pl.Schema) -> pl.DataFrame:
+        """What the recording holds of a `table` in DERIVED, with the columns of `schema`; a damaged part is missing."""
+        frames = [pl.DataFrame(schema=schema)]
+        for path in self.derived[table]:
+            try:
+                rows = pl.read_parquet(path, hive_partitioning=False)
+                frames.append(
+                    rows.select(
+                        (pl.col(name) if name in rows.columns else pl.lit(None)).cast(dtype).alias(name)
+                        for name, dtype in schema.items()
+                    )
+                )
+            except UNREADABLE as error:
+                self._damaged.append(f"{path}: {str(error).splitlines()[0]}")
+        return pl.concat(frames)
+
     @property
     def damaged(self) -> list[str]:
         """Names of all parts that could not be read, with the reason, and counts of rows that lack what they are about:
@@ -80,7 +100,7 @@ class Recording:
         return empty_ones if self.samples.nodes else [*empty_ones, "samples"]
 
 
-def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -> Recording:
+def load(directories: Sequence[Path], wanted: Collection[str] = (*TABLES, *DERIVED)) -> Recording:
     """Reads `directories` as one recording; rows keep the order of directories and parts. One given twice counts once,
     and so does a part that is there twice.
 
@@ -89,7 +109,7 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
     when it has parts and none of them can be read.
     """
     frames: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
-    lazy: dict[str, list[Path]] = {table: [] for table in LAZY}
+    lazy: dict[str, list[Path]] = {table: [] for table in (*LAZY, *DERIVED)}
     manifests: list[dict[str, Any]] = []
     damaged: list[str] = []
     seen: dict[tuple[str, int, bytes], list[Path]] = {}
@@ -109,7 +129,7 @@ def load(directories: Sequence[Path], wanted: Collection[str] = tuple(TABLES)) -
                 if _again(table, path, seen):
                     readable += 1
                     continue
-                if table in LAZY:
+                if table in lazy:
                     pq.read_metadata(path)
                     lazy[table].append(path)
                 else:
@@ -161,7 +181,7 @@ def parts_of(directory: Path) -> list[tuple[str, Path]]:
     if not directory.is_dir():
         reason = "it is not a directory" if directory.exists() else "it does not exist"
         raise DataError(f"{directory} is no recording", reason, "Give the directory that pulse record wrote")
-    files = [(table, path) for table in TABLES for path in _files(directory, table, ".parquet")]
+    files = [(table, path) for table in (*TABLES, *DERIVED) for path in _files(directory, table, ".parquet")]
     if not files and not _files(directory, "manifest", ".json"):
         raise DataError(
             f"{directory} is no recording",

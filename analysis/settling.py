@@ -46,15 +46,15 @@ SETTLED = pl.Schema(_SETTLED)
 
 
 def settle(
-    candidates: pl.DataFrame, directions: pl.DataFrame, recording: Recording, bursts: Bursts
+    candidates: pl.DataFrame, directions: pl.DataFrame, recording: Recording, bursts: Bursts, wire: bool
 ) -> pl.DataFrame:
     """The one of the `candidates` that each flow serves (SETTLED); flows without, and those in doubt, are left out.
 
     A candidate without rival is taken. Otherwise volumes decide, first on the communicator, then on its use, then on
-    the ranks. Both ends of a QP count alike.
+    the ranks. Both ends of a QP count alike. `wire`: bytes include headers.
     """
     several = candidates.filter(pl.len().over("flow") > 1)
-    scored = by_volume.score(several, directions, recording["ops"], bursts, on_wire(recording))
+    scored = by_volume.score(several, directions, recording["ops"], bursts, wire)
     scored = _with_other_end(scored)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_bpf import __version__
-from pulse_bpf.arguments import at_least_one, seconds, window
+from pulse_bpf.arguments import at_least_one, place, seconds, window
 from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE, PulseError, UsageError
 from pulse_bpf.output import write
 
@@ -52,9 +53,18 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not _interrupted(error) or (arguments.debug and not isinstance(error, KeyboardInterrupt)):
+            raise
         _notices.print("pulse: interrupted", style="red", highlight=False)
         return PARTIAL
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind `error`: libraries that it interrupts may fail in their own way while they clean up."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -117,7 +127,13 @@ def parser() -> argparse.ArgumentParser:
     record.set_defaults(func=_record)
 
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
-    analyze.add_argument("recordings", type=Path, nargs="+", metavar="DIR", help="recordings, read as one")
+    analyze.add_argument(
+        "recordings",
+        type=place,
+        nargs="+",
+        metavar="DIR",
+        help="recordings, read as one; or URLs, as s3://...",
+    )
     shape = analyze.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="the findings as JSON")
     shape.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
@@ -130,6 +146,13 @@ def parser() -> argparse.ArgumentParser:
     )
     analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
     analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
+    analyze.add_argument(
+        "--engine",
+        choices=("local", "dask"),
+        default="local",
+        help="where it runs: in this process, or as tasks on Dask, by default on all CPUs here",
+    )
+    analyze.add_argument("--scheduler", metavar="ADDRESS", help="a Dask cluster that runs already")
     analyze.set_defaults(func=_analyze)
 
     from pulse_bpf import nic_cli
@@ -225,16 +248,27 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 def _analyze(arguments: argparse.Namespace) -> int:
     from pulse_bpf.analysis.text import explain, render
     from pulse_bpf.judge import judge
-    from pulse_bpf.store import write_file
+    from pulse_bpf.store import RowsFile
 
-    judged = judge(arguments.recordings, arguments.window, _notices)
-    findings = judged.findings
-    if arguments.explain:
-        write(explain(findings, arguments.explain))
-    else:
-        write(findings.to_json() if arguments.json else render(findings, arguments.top))
-    if arguments.operators:
-        write_file(arguments.operators, judged.operators.write_parquet)
+    if arguments.scheduler and arguments.engine != "dask":
+        raise UsageError("--scheduler goes with --engine dask")
+    with RowsFile(arguments.operators) if arguments.operators else nullcontext() as file:
+        if arguments.engine == "local" and all(isinstance(each, Path) for each in arguments.recordings):
+            on_rows = file.append if file else None
+            findings = judge(arguments.recordings, arguments.window, _notices, on_rows).findings
+        else:
+            from pulse_bpf.fleet.engine import Dask, Local, judge_elsewhere
+
+            with Dask(arguments.scheduler) if arguments.engine == "dask" else Local() as engine:
+                findings, operators = judge_elsewhere(
+                    arguments.recordings, arguments.window, engine, _notices, file is not None
+                )
+            if file:
+                file.append(operators)
+        if arguments.explain:
+            write(explain(findings, arguments.explain))
+        else:
+            write(findings.to_json() if arguments.json else render(findings, arguments.top))
     if arguments.exit_code and findings.verdict == "anomaly":
         return ANOMALY
     return PARTIAL if findings.coverage["damaged_parts"] else OK

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import polars as pl
 
 from pulse_bpf import analysis
+from pulse_bpf.analysis import attribute
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.segment import program
@@ -89,9 +90,10 @@ class Cutting:
         left = self._forget(since_ns)
         if until_ns - self._owned_ns >= OWNERS_NS:
             self._owners = None
-        rows, flows = analysis.measure(self._recording(since_ns, until_ns), known=self._owners)
+        recording = self._recording(since_ns, until_ns)
         if self._owners is None:
-            self._owners, self._owned_ns = flows, until_ns
+            self._owners, self._owned_ns = attribute.flows(recording), until_ns
+        rows, flows = analysis.measure_with(recording, self._owners), self._owners
         nodes = self._state["nodes"]["node"].implode()
         told = {
             "operators": self._marked(rows.filter(pl.col("node").is_in(nodes)), left, until_ns),
