@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 
@@ -98,8 +99,12 @@ def run_collector(
         for work, period_s in ((collector.commit, COMMIT_S), (judge, JUDGE_S), (retain, RETAIN_S))
     ]
     try:
-        server.serve()
+        # The server answers from its own threads.
+        with stop_on_signals() as stop:
+            while not stop:
+                time.sleep(LOOK_S)
     finally:
+        server.shutdown()
         for worker in workers:
             worker.stop()
         collector.commit()
