@@ -12,8 +12,8 @@ from live_replay import Replay
 from pulse_bpf.analysis import Window, analyze
 from pulse_bpf.analysis.load import load
 from pulse_bpf.lab.sim.simulate import simulate
+from pulse_bpf.live import judging
 from pulse_bpf.live.collector import Collector, steady_clock
-from pulse_bpf.live.judging import WINDOW_NS
 from pulse_bpf.live.security import LinkError
 
 S = 1_000_000_000
@@ -123,7 +123,7 @@ def test_a_fault_is_found_as_pulse_analyze_finds_it_and_its_raw_samples_are_kept
     assert len(opened) == 1
     live = opened[0]["finding"]
     until_ns = next(iter(replay.collector._jobs.values())).until_ns
-    whole = analyze([directory], Window(until_ns - WINDOW_NS, until_ns)).to_dict()["findings"][0]
+    whole = analyze([directory], Window(until_ns - judging.WINDOW_NS, until_ns)).to_dict()["findings"][0]
     named = ("kind", "cause", "scope", "node", "nic")
     assert [live.get(name) for name in named] == [whole.get(name) for name in named]
     assert (live["node"], live["nic"]) == (fault["node"], fault["nic"])
@@ -146,6 +146,23 @@ def test_a_fault_is_found_as_pulse_analyze_finds_it_and_its_raw_samples_are_kept
     # A collector that is killed knows what is open.
     replay.collector = replay.new_collector()
     assert [event["id"] for event in replay.collector.log.open()] == [opened[0]["id"]]
+
+
+def test_a_job_that_the_analysis_cannot_take_is_undecided_and_says_why(
+    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_case: object) -> None:
+        raise ValueError("what is this?")
+
+    replay = Replay(healthy, tmp_path)
+    monkeypatch.setattr(judging, "judge", fail)
+    replay.run(replay.now_ns + 3 * S)
+    job = replay.collector.status()["jobs"][0]
+    assert (job["verdict"], job["missing"]) == (
+        "undecided",
+        ["the analysis failed: ValueError: what is this?"],
+    )
+    assert (replay.events, replay.collector.log.open()) == ([], [])
 
 
 def test_a_step_of_the_wall_clock_is_none_of_the_collectors() -> None:

@@ -179,7 +179,10 @@ def test_each_operator_is_cut_once_and_as_from_the_whole_recording(tmp_path: Pat
 def samples(*t_ns: int) -> pl.DataFrame:
     return frame(
         SAMPLES,
-        node=["a"] * len(t_ns), t_ns=list(t_ns), bin_ns=[10] * len(t_ns), bytes=[1] * len(t_ns),
+        node=["a"] * len(t_ns),
+        t_ns=list(t_ns),
+        bin_ns=[10] * len(t_ns),
+        bytes=[1] * len(t_ns),
     )
 
 

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from pulse_bpf.errors import DataError
 from pulse_bpf.live import jobs, judging, wire
+from pulse_bpf.live.cutting import PEERS
 from pulse_bpf.live.findings_log import Event, FindingsLog
 from pulse_bpf.live.metrics import CollectorMetrics
 from pulse_bpf.live.status import Json, Judgement, Node, document, of_job
@@ -71,6 +72,7 @@ class Collector:
         self._raw: dict[str, dict[str, Json]] = {}
         self._raw_bytes: dict[tuple[str, str], int] = {}
         self._version = 0
+        self._jobs_known = False
         self._restore()
 
     def accept(self, agent: str, nodes: Collection[str], step: wire.Step, oldest: int, sent_ns: int) -> Json:
@@ -104,12 +106,12 @@ class Collector:
                 for old in list(marks)[:-MOST_SPOOLS]:
                     del marks[old]
                 self._pending.append((agent, step))
-            before = {table: view.state.get(table) for table in ("comms", "processes", "nics", "qps")}
             if not again:
+                before = dict(view.state)
                 view.take(step, sent_ns, self.now_ns(), HELD_NS)
-            if any(view.state.get(table) is not frame for table, frame in before.items()):
-                self._version += 1
-                self._find_jobs()
+                changed = {table for table, frame in view.state.items() if before.get(table) is not frame}
+                self._version += not changed.isdisjoint(PEERS)
+                self._jobs_known &= changed.isdisjoint(("comms", "processes"))
             return {
                 "acked": dict(self.store.marks.get(agent, {})),
                 "again": again,
@@ -121,6 +123,7 @@ class Collector:
     def commit(self) -> None:
         """Puts on disk what was taken since the last time; HostError when the disk refuses, and then it is kept."""
         with self._lock:
+            self._find_jobs()
             pending, marks = list(self._pending), {agent: dict(of) for agent, of in self._marks.items()}
             members = self._members.select("node", "pid", "comm_id", "job")
             states = {
@@ -158,12 +161,20 @@ class Collector:
     def judge(self) -> list[Event]:
         """Judges the jobs of which there is more to know than last time; what that changes about their findings."""
         events: list[Event] = []
-        for name in list(self._jobs):
+        with self._lock:
+            self._find_jobs()
+            names = list(self._jobs)
+        for name in names:
             case = self._case(name)
             if case is None:
                 continue
             began = time.perf_counter()
-            judgement, seen = judging.judge(case)
+            try:
+                judgement, seen = judging.judge(case)
+            except Exception as error:
+                # What the analysis cannot take of one job must not leave the others unjudged.
+                text = f"the analysis failed: {type(error).__name__}: {error}"
+                judgement, seen = Judgement(missing=[text]), frozenset()
             self.metrics.verdict_seconds.observe(time.perf_counter() - began)
             now_ns = self.now_ns()
             self.metrics.lag.set((now_ns - case.until_ns - case.skew_ns) / 1e9)
@@ -185,6 +196,7 @@ class Collector:
     def status(self) -> Json:
         """The status document."""
         with self._lock:
+            self._find_jobs()
             now_ns = self.now_ns()
             described = []
             for name, job in sorted(self._jobs.items()):
@@ -272,9 +284,13 @@ class Collector:
             view = View(nodes=frozenset(names), spool="", until_ns=0, state=dict(step.tables))
             view.seen_ns = self._began_ns
             self._views[agent] = view
-        self._find_jobs()
 
     def _find_jobs(self) -> None:
+        """Settles who belongs to which job, where that may have changed."""
+        if self._jobs_known:
+            return
+        self._jobs_known = True
+
         def all_of(table: str) -> pl.DataFrame:
             frames = [view.state[table] for view in self._views.values() if table in view.state]
             return pl.concat([pl.DataFrame(schema=wire.SCHEMAS[table]), *frames])
