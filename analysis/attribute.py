@@ -119,7 +119,7 @@ def flows(recording: Recording) -> pl.DataFrame:
     carried = bursts(recording.samples, recording.lives["flow"])
     paired, possible = with_peers(recording.lives, recording["nics"], recording["comms"], carried.totals())
     known = with_owners(paired, recording["comms"])
-    told = data_directions(carried.totals(), known, possible)
+    told = data_directions(carried, known, possible, on_wire(recording))
     directions = told.drop("data")
     found = candidates(known, possible, recording, directions)
     settled = settle(found, directions, recording, carried)

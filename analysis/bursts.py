@@ -24,6 +24,8 @@ MAX_BIN_NS = 2_000_000
 TOLERANCE, SUCCESSIVE = 0.004, 4
 # Beginning and end of a recording cut calls: by so much may what was carried differ from what was called.
 PLAUSIBLE = 0.4
+# A clear-to-send on the wire, and what a source may round what a queue pair moves in a bin up to.
+CONTROL_BYTES, UNIT_BYTES = 142, 32
 # Below this many bytes a call is a few lines of NCCL's LL protocol, whose padding hides its size.
 TINY_BYTES = 16384
 
@@ -32,7 +34,8 @@ _SILENCES = np.array(SILENCES, np.int64)
 
 class Bursts(NamedTuple):
     """Of each stream, 2 x flow in `flows` + 1 where sent: bytes without repeats (`total`), in which multiple of
-    WARMUP_NS from `start_ns` they are (`slot`, -1 without any), and the bin's width.
+    WARMUP_NS from `start_ns` they are (`slot`, -1 without any), the bin's width, and whether they may be nothing but
+    clear-to-sends with headers (`control`).
 
     `sizes` holds the bytes between silences, sorted, of stream s and the SILENCES[i]-th length from
     offsets[len(SILENCES) * s + i] on.
@@ -43,12 +46,18 @@ class Bursts(NamedTuple):
     slot: Longs
     total: Longs
     bin_ns: Longs
+    control: NDArray[np.bool_]
     sizes: Longs
     offsets: Longs
 
     def totals(self) -> pl.DataFrame:
         """flow, tx, rx: bytes."""
         return pl.DataFrame({"flow": self.flows, "tx": self.total[1::2], "rx": self.total[::2]})
+
+    def controls(self) -> pl.DataFrame:
+        """flow, tx, rx: whether there were bytes, each bin's as many as some clear-to-sends have."""
+        seen = self.control & (self.total > 0)
+        return pl.DataFrame({"flow": self.flows, "tx": seen[1::2], "rx": seen[::2]})
 
 
 def bursts(samples: Samples, flows: pl.Series) -> Bursts:
@@ -61,6 +70,7 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
     slot, last_ns, total, bin_ns = (np.full(streams, value, np.int64) for value in (-1, 0, 0, 0))
     since = np.zeros((streams, len(SILENCES)), np.int64)
     counts = np.zeros((streams, len(SILENCES)), np.int64)
+    control = np.ones(streams, np.bool_)
     found = [np.zeros((2, 0), np.int64)]
     silent = set(order.tolist())
     for batch in samples.batches(samples.start_ns + WARMUP_NS, silent) if streams else ():
@@ -84,6 +94,7 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
                 bin_ns,
                 since,
                 counts,
+                control,
             )
         )
     running = total[:, None] - since
@@ -92,7 +103,7 @@ def bursts(samples: Samples, flows: pl.Series) -> Bursts:
     which, sizes = np.concatenate(found, axis=1)
     ordered = np.lexsort((sizes, which))
     offsets = np.searchsorted(which[ordered], np.arange(running.size + 1))
-    return Bursts(order, samples.start_ns, slot, total, bin_ns, sizes[ordered], offsets)
+    return Bursts(order, samples.start_ns, slot, total, bin_ns, control, sizes[ordered], offsets)
 
 
 @compiled
@@ -110,6 +121,7 @@ def _add(
     bin_ns: Longs,
     since: Longs,
     counts: Longs,
+    control: NDArray[np.bool_],
 ) -> Longs:
     """The (stream and silence, size) of bursts that end; `flow` of the rows between two of `begins`, -1 for none.
 
@@ -147,6 +159,8 @@ def _add(
                     since[stream, level] = total[stream]
             last_ns[stream] = t_ns[row] + width_ns[row]
             total[stream] += net[row]
+            over = net[row] % CONTROL_BYTES
+            control[stream] &= over == 0 or (over < UNIT_BYTES and net[row] % UNIT_BYTES == 0)
     return np.asarray(ended[:, :many])
 
 
