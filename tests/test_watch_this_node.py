@@ -45,7 +45,7 @@ def looks(root: Path, tables: dict[str, pl.DataFrame]) -> Iterator[dict[str, Any
 
 
 def test_a_slow_port_is_found_while_the_job_runs(tmp_path: Path) -> None:
-    tables = recordings.tables(recordings.run(fault=Fault("egress", 1, 1.0)))
+    tables = recordings.tables(recordings.run(steps=9, fault=Fault("egress", 1, 1.0)))
     seen = list(looks(tmp_path, tables))
     (job,) = seen[-1]["jobs"]
     assert job["verdict"] == "anomaly"
@@ -60,7 +60,7 @@ def test_a_slow_port_is_found_while_the_job_runs(tmp_path: Path) -> None:
 
 
 def test_a_healthy_job_stays_without_findings(tmp_path: Path) -> None:
-    seen = list(looks(tmp_path, recordings.tables(recordings.run())))
+    seen = list(looks(tmp_path, recordings.tables(recordings.run(steps=9))))
     assert seen[-1]["jobs"]
     assert not [event for status in seen for job in status["jobs"] for event in job["open"]]
 
