@@ -57,3 +57,15 @@ def _moment(text: str) -> int | None:
             f"{text} is no time: a number of {units}, or ns since the Unix epoch"
         )
     return round(float(number[1]) * _UNITS_NS[number[2]])
+
+
+def address(text: str) -> tuple[str, int]:
+    """A host and a port as HOST:PORT; an IPv6 address is in brackets."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise argparse.ArgumentTypeError(f"{text}: an IPv6 address is in brackets, as [::1]:9000")
+    if not (colon and host and port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"{text} is not HOST:PORT")
+    return host, int(port)

@@ -158,11 +158,15 @@ def parser() -> argparse.ArgumentParser:
     from pulse_bpf import nic_cli
     from pulse_bpf.export import cli as export_cli
     from pulse_bpf.lab import cli as lab_cli
+    from pulse_bpf.live import cli as live_cli
+    from pulse_bpf.live import watch_cli
     from pulse_bpf.report import cli as report_cli
 
     report_cli.add_commands(verbs)
     export_cli.add_commands(verbs)
+    watch_cli.add_commands(verbs)
     nic_cli.add_commands(verbs)
+    live_cli.add_commands(verbs)
     lab_cli.add_commands(verbs)
     return pulse
 

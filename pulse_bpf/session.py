@@ -25,7 +25,7 @@ from pulse_bpf.pace import Pace
 from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.schema import NICS, NODES, STR, U32, conform
 from pulse_bpf.sources import Sources, Wanted
-from pulse_bpf.store import RecordingWriter
+from pulse_bpf.store import RecordingWriter, Writer
 from pulse_bpf.watch import Selection, Watch
 
 POLL_S = 0.1
@@ -72,7 +72,7 @@ def record(
             f"the pid namespace is {pids.found}", "no process could be told from another", pids.advice
         )
     writer = RecordingWriter(output)
-    with _stop_on_signals() as stop, ExitStack() as cleanup:
+    with stop_on_signals() as stop, ExitStack() as cleanup:
         recording = Recording(hosts, wanted, wait, detail, writer, cleanup)
         privileges.drop()
         recording.run(seconds, stop, console)
@@ -88,7 +88,7 @@ class Recording:
         wanted: Wanted,
         wait: bool,
         detail: bool,
-        writer: RecordingWriter,
+        writer: Writer,
         cleanup: ExitStack,
     ) -> None:
         self.outcome = Outcome()
@@ -324,7 +324,7 @@ def _node_rows(nodes: Sequence[str]) -> pl.DataFrame:
 
 
 @contextmanager
-def _stop_on_signals() -> Iterator[list[int]]:
+def stop_on_signals() -> Iterator[list[int]]:
     """A list that SIGINT and SIGTERM append to, so that a recording ends between two drains, cleanly."""
     caught: list[int] = []
 

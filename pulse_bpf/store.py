@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import polars as pl
 import pyarrow.parquet as pq
@@ -22,6 +22,22 @@ from pulse_bpf.schema import FORMAT, FORMAT_VERSION, REQUIRED, STREAMED, conform
 
 ROW_GROUP_ROWS = 128 * 1024
 _DELTA = ("t_ns", "bytes")
+
+
+class Writer(Protocol):
+    """What a recording is given to, table by table; `manifest` comes last of all that is known at one time."""
+
+    def append(self, table: str, frame: pl.DataFrame) -> None:
+        """One more part of a growing table."""
+
+    def replace(self, table: str, frame: pl.DataFrame) -> None:
+        """The whole of a small table, as known now."""
+
+    def manifest(self, sources: Sequence[Mapping[str, Any]], extra: Mapping[str, Any]) -> None:
+        """What the sources claim, and more about the recording."""
+
+    def close(self) -> None:
+        """Nothing more will come."""
 
 
 class RecordingWriter:

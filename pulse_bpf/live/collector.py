@@ -1,0 +1,389 @@
+"""The collector without its network: takes what agents send, stores it, judges each job, and keeps evidence."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import polars as pl
+from prometheus_client import CollectorRegistry
+
+from pulse_bpf.errors import DataError
+from pulse_bpf.live import jobs, judging, wire
+from pulse_bpf.live.cutting import PEERS
+from pulse_bpf.live.findings_log import Event, FindingsLog
+from pulse_bpf.live.metrics import CollectorMetrics
+from pulse_bpf.live.status import Json, Judgement, Node, document, of_job
+from pulse_bpf.live.storage import STORED, Store
+from pulse_bpf.live.view import View
+from pulse_bpf.schema import TABLES
+
+# An agent that said nothing for so long is missing; one that is further behind the others is not waited for.
+MISSING_NS, BEHIND_NS = 5_000_000_000, 2_000_000_000
+# A job of which nothing was heard for so long is over.
+OVER_NS = 600_000_000_000
+# Operators stay in memory for longer than they are judged: agents are not all equally far.
+HELD_NS = judging.WINDOW_NS + 2 * BEHIND_NS
+# Raw samples are asked for of so many nodes, from so long before a finding, and no more than so much of one node.
+MOST_NODES, BEFORE_NS, MOST_RAW_BYTES = 8, 5_000_000_000, 1024 * 1024 * 1024
+MOST_SPOOLS = 64
+NO_JOB = "none"
+_RAW = re.compile(r"manifest\.json|([a-z_]+)(/[0-9]{6})?\.parquet")
+
+
+@dataclass
+class _Job:
+    members: pl.DataFrame
+    judgement: Judgement = field(default_factory=Judgement)
+    until_ns: int = 0
+    heard_ns: int = 0
+
+
+class Collector:
+    """Everything about the jobs of a cluster, or a part of it, in the memory of one process and under `root`.
+
+    `clock` gives ns since the epoch and never jumps. `write` is how files are written. All methods may be called by
+    several threads; `commit` and `judge` by one each.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], int],
+        registry: CollectorRegistry,
+        write: Callable[[Path, Callable[[Path], object]], None] | None = None,
+    ) -> None:
+        self.metrics = CollectorMetrics(registry)
+        self.store = Store(root, write) if write else Store(root)
+        self.log = FindingsLog(root / "findings.jsonl")
+        self.now_ns = clock
+        self._began_ns = clock()
+        self._lock = threading.RLock()
+        self._views: dict[str, View] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._members = pl.DataFrame(schema=jobs.MEMBERS)
+        self._pending: list[tuple[str, wire.Step]] = []
+        self._marks = {agent: dict(of) for agent, of in self.store.marks.items()}
+        self._raw: dict[str, dict[str, Json]] = {}
+        self._raw_bytes: dict[tuple[str, str], int] = {}
+        self._version = 0
+        self._jobs_known = False
+        self._restore()
+
+    def accept(self, agent: str, nodes: Collection[str], step: wire.Step, oldest: int, sent_ns: int) -> Json:
+        """Takes a step of an agent that may speak for `nodes`, once; what it is to be told.
+
+        `oldest` is the lowest number of the step's spool that the agent still has: what lies between is taken first.
+        `acked`: up to which number of each of its spools all is on disk; `again`: this one was not taken, as one before
+        it is missing; `state`: all tables are wanted; `peers`: a number that changes when `peers` does; `raw`: which
+        raw samples are wanted. DataError when refused.
+        """
+        foreign = {
+            str(node)
+            for frame in step.tables.values()
+            if "node" in frame.columns
+            for node in frame["node"].unique()
+            if node not in nodes
+        }
+        if foreign:
+            raise DataError("a batch is refused", f"{agent} may not speak for {sorted(foreign)[0]!r}")
+        with self._lock:
+            view = self._views.setdefault(agent, View())
+            marks = self._marks.setdefault(agent, {})
+            mark = marks.get(step.spool, -1)
+            # After a kill -9 what was taken and not yet on disk is gone, and the agent may not know.
+            again = max(mark + 1, oldest) < step.sequence
+            if step.sequence <= mark:
+                self.metrics.duplicates.inc()
+            elif not again:
+                marks[step.spool] = step.sequence
+                # What an agent left behind many starts ago does not come any more.
+                for old in list(marks)[:-MOST_SPOOLS]:
+                    del marks[old]
+                self._pending.append((agent, step))
+            if not again:
+                before = dict(view.state)
+                view.take(step, sent_ns, self.now_ns(), HELD_NS)
+                changed = {table for table, frame in view.state.items() if before.get(table) is not frame}
+                self._version += not changed.isdisjoint(PEERS)
+                self._jobs_known &= changed.isdisjoint(("comms", "processes"))
+            return {
+                "acked": dict(self.store.marks.get(agent, {})),
+                "again": again,
+                "state": not view.knows_state,
+                "peers": self._version,
+                "raw": list(self._raw.get(agent, {}).values()),
+            }
+
+    def commit(self) -> None:
+        """Puts on disk what was taken since the last time; HostError when the disk refuses, and then it is kept."""
+        with self._lock:
+            self._find_jobs()
+            pending, marks = list(self._pending), {agent: dict(of) for agent, of in self._marks.items()}
+            members = self._members.select("node", "pid", "comm_id", "job")
+            states = {
+                agent: step for agent, step in pending if any(table in step.tables for table in wire.STATE)
+            }
+        if not pending:
+            return
+        frames = [pl.DataFrame(schema=STORED)]
+        for agent, step in pending:
+            if "operators" in step.tables:
+                final = step.tables["operators"].filter("final")
+                frames.append(
+                    final.with_columns(
+                        agent=pl.lit(agent),
+                        spool=pl.lit(step.spool),
+                        sequence=pl.lit(step.sequence, pl.UInt64),
+                    )
+                )
+        rows = pl.concat(frames).join(
+            members, on=["node", "pid", "comm_id"], how="left", maintain_order="left"
+        )
+        rows = rows.with_columns(pl.col("job").fill_null(NO_JOB))
+        parts = {job: frame.select(STORED.names()) for (job,), frame in rows.group_by("job")}
+        # First: a state without its operators does no harm, operators without their state cannot be read.
+        for agent in states:
+            view = self._views[agent]
+            content = wire.encode(wire.Step(view.spool, 0, view.until_ns, dict(view.state)))
+            self.store.keep_state(agent, wire.packed(content))
+        self.store.commit(parts, marks)
+        with self._lock:
+            del self._pending[: len(pending)]
+        self.metrics.batches.inc(len(pending))
+        self.metrics.operators.inc(rows.height)
+
+    def judge(self) -> list[Event]:
+        """Judges the jobs of which there is more to know than last time; what that changes about their findings."""
+        events: list[Event] = []
+        with self._lock:
+            self._find_jobs()
+            names = list(self._jobs)
+        for name in names:
+            case = self._case(name)
+            if case is None:
+                continue
+            began = time.perf_counter()
+            try:
+                judgement, seen = judging.judge(case)
+            except Exception as error:
+                # What the analysis cannot take of one job must not leave the others unjudged.
+                text = f"the analysis failed: {type(error).__name__}: {error}"
+                judgement, seen = Judgement(missing=[text]), frozenset()
+            self.metrics.verdict_seconds.observe(time.perf_counter() - began)
+            now_ns = self.now_ns()
+            self.metrics.lag.set((now_ns - case.until_ns - case.skew_ns) / 1e9)
+            with self._lock:
+                job = self._jobs[name]
+                job.judgement, job.until_ns = judgement, case.until_ns
+            if seen:
+                with self._lock:
+                    new = self.log.update(name, judgement.findings, now_ns, seen)
+                for event in new:
+                    self.metrics.event(event["state"])
+                    if event["state"] == "opened":
+                        self._ask(event, case)
+                events += new
+        events += self._end_jobs()
+        self.metrics.observe(self.status())
+        return events
+
+    def status(self) -> Json:
+        """The status document."""
+        with self._lock:
+            self._find_jobs()
+            now_ns = self.now_ns()
+            described = []
+            for name, job in sorted(self._jobs.items()):
+                nodes = [self._node(node, now_ns) for node in job.members["node"].unique().sort()]
+                described.append(of_job(name, job.judgement, nodes, self.log.open(name)))
+            return document(now_ns, described)
+
+    def peers(self, agent: str) -> dict[str, pl.DataFrame]:
+        """What other agents said that tells where the queue pairs of this one lead (cutting.PEERS)."""
+        with self._lock:
+            mine = self._views.get(agent, View())
+            others = [view for name, view in self._views.items() if name != agent and view.knows_state]
+
+            def of(table: str, views: Collection[View]) -> pl.DataFrame:
+                schema = wire.SCHEMAS[table]
+                return pl.concat(
+                    [
+                        pl.DataFrame(schema=schema),
+                        *(view.state[table] for view in views if table in view.state),
+                    ]
+                )
+
+            own = of("qps", [mine])
+            gids, comms = (
+                of("nics", [mine])["gids"].explode().implode(),
+                of("comms", [mine])["comm_id"].implode(),
+            )
+            lead_here = pl.col("peer_gid").is_in(gids) | (
+                pl.col("peer_gid").is_null() & pl.col("peer_qpn").is_in(own["qpn"].implode())
+            )
+            qps = of("qps", others).filter(lead_here)
+            there = (
+                pl.col("gids")
+                .list.set_intersection(own["peer_gid"].drop_nulls().unique().to_list())
+                .list.len()
+                > 0
+            )
+            nics = of("nics", others)
+            nodes = pl.concat([nics.filter(there)["node"], qps["node"]]).unique().implode()
+            in_mine = pl.col("comm_id").is_in(comms)
+            return {
+                "qps": qps,
+                "nics": nics.filter(pl.col("node").is_in(nodes)),
+                "comms": of("comms", others).filter(in_mine),
+                "channels": of("channels", others).filter(in_mine).unique(["comm_id", "rank", "channel"]),
+            }
+
+    def keep_raw(
+        self, agent: str, nodes: Collection[str], finding: str, node: str, name: str, content: bytes
+    ) -> None:
+        """Stores a file of the raw samples of `node` that were asked for; DataError when they were not, or too much."""
+        match = _RAW.fullmatch(name)
+        if not match or (match[1] is not None and match[1] not in TABLES) or node not in nodes:
+            raise DataError(
+                "raw samples are refused", f"{name[:80]!r} of {node[:80]!r} is no part of a recording"
+            )
+        with self._lock:
+            if finding not in self._raw.get(agent, {}):
+                raise DataError("raw samples are refused", "nobody asked for them")
+            size = self._raw_bytes.get((agent, finding), 0) + len(content)
+            self._raw_bytes[agent, finding] = size
+        if size > MOST_RAW_BYTES:
+            raise DataError("raw samples are refused", f"they are more than {MOST_RAW_BYTES} bytes")
+        self.store.keep_raw(finding, node, name, content)
+
+    def raw_done(self, agent: str, finding: str, found: bool) -> None:
+        """The agent has sent all that it had of the raw samples asked for."""
+        with self._lock:
+            if self._raw.get(agent, {}).pop(finding, None):
+                self._raw_bytes.pop((agent, finding), None)
+                (self.metrics.evidence_kept if found else self.metrics.evidence_failed).inc()
+
+    def _restore(self) -> None:
+        """Goes on from what is on disk: who was there, and the operators of the last seconds that were judged."""
+        for content in self.store.states():
+            try:
+                step = wire.decode(wire.unpacked(content))
+            except DataError:
+                continue
+            names = step.tables["nodes"]["node"].to_list() if "nodes" in step.tables else []
+            agent = next((name for name, of in self.store.marks.items() if step.spool in of), None)
+            if agent is None or not names:
+                continue
+            # Its clock is not known yet; what it says first is compared with how far it was.
+            view = View(nodes=frozenset(names), spool="", until_ns=0, state=dict(step.tables))
+            view.seen_ns = self._began_ns
+            self._views[agent] = view
+
+    def _find_jobs(self) -> None:
+        """Settles who belongs to which job, where that may have changed."""
+        if self._jobs_known:
+            return
+        self._jobs_known = True
+
+        def all_of(table: str) -> pl.DataFrame:
+            frames = [view.state[table] for view in self._views.values() if table in view.state]
+            return pl.concat([pl.DataFrame(schema=wire.SCHEMAS[table]), *frames])
+
+        self._members = jobs.members(all_of("comms"), all_of("processes"), self._members)
+        for (name,), rows in self._members.group_by("job"):
+            self._jobs.setdefault(str(name), _Job(rows)).members = rows
+
+    def _case(self, name: str) -> judging.Case | None:
+        """What is to be judged of a job now; None when nothing new can be."""
+        with self._lock:
+            job, now_ns = self._jobs[name], self.now_ns()
+            nodes = set(job.members["node"])
+            views = [view for view in self._views.values() if view.nodes & nodes]
+            heard = [view for view in views if view.spool and now_ns - view.seen_ns < MISSING_NS]
+            if not heard:
+                return None
+            skew_ns = int(median(view.skew_ns for view in heard))
+
+            def reached(view: View) -> int:
+                return view.until_ns + judging.shift_ns(view, skew_ns)
+
+            front_ns = max(reached(view) for view in heard)
+            there = [
+                view
+                for view in heard
+                if view.knows_state
+                and front_ns - reached(view) < BEHIND_NS
+                and front_ns - view.since_ns - judging.shift_ns(view, skew_ns) >= judging.YOUNG_NS
+            ]
+            if not there:
+                return None
+            # Just after a start, those that are not there may be about to come.
+            if len(there) < len(views) and now_ns - self._began_ns < MISSING_NS:
+                return None
+            until_ns = min(reached(view) for view in there)
+            if until_ns <= job.until_ns:
+                return None
+            job.heard_ns = now_ns
+            absent = nodes - {node for view in there for node in view.nodes}
+            copies = [
+                View(**{**vars(view), "held": view.held.copy(), "state": dict(view.state)}) for view in there
+            ]
+            return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent))
+
+    def _ask(self, event: Event, case: judging.Case) -> None:
+        """Asks agents for their raw samples around a finding that has just opened."""
+        operators = pl.concat([view.rows("operators").select("node", "comm_id") for view in case.views])
+        wanted = judging.concerned(event["finding"], operators, MOST_NODES)
+        with self._lock:
+            for agent, view in self._views.items():
+                here = sorted(view.nodes & set(wanted))
+                if here:
+                    shift = judging.shift_ns(view, case.skew_ns)
+                    self._raw.setdefault(agent, {})[event["id"]] = {
+                        "finding": event["id"],
+                        "nodes": here,
+                        "first_ns": min(event["finding"]["first_ns"], case.until_ns) - BEFORE_NS - shift,
+                        "last_ns": case.until_ns - shift,
+                    }
+
+    def _end_jobs(self) -> list[Event]:
+        """Closes what is open of jobs all of whose processes are gone, or of which nothing was heard for long."""
+        events = []
+        with self._lock:
+            now_ns = self.now_ns()
+            for name, job in list(self._jobs.items()):
+                job.heard_ns = job.heard_ns or now_ns
+                views = [view for view in self._views.values() if view.nodes & set(job.members["node"])]
+                gone = pl.concat(
+                    [
+                        pl.DataFrame(schema=TABLES["processes"]),
+                        *(view.state["processes"] for view in views if view.knows_state),
+                    ]
+                ).join(job.members.select("node", "pid").unique(), on=["node", "pid"], how="semi")
+                ended = gone.height > 0 and gone["gone_ns"].null_count() == 0
+                silent_ns = now_ns - max([job.heard_ns, *(view.seen_ns for view in views)])
+                if silent_ns > OVER_NS or (ended and now_ns - job.heard_ns > judging.WINDOW_NS):
+                    events += self.log.end(name, now_ns)
+                    del self._jobs[name]
+                    self._members = self._members.filter(pl.col("job") != name)
+        return events
+
+    def _node(self, node: str, now_ns: int) -> Node:
+        views = [view for view in self._views.values() if node in view.nodes]
+        seen_ns = max((view.seen_ns for view in views), default=0)
+        missing = not any(view.spool for view in views) or now_ns - seen_ns >= MISSING_NS
+        return Node(node, seen_ns, missing, max((view.lost for view in views), default=0))
+
+
+def steady_clock(
+    now: Callable[[], int] = time.time_ns, monotonic: Callable[[], int] = time.monotonic_ns
+) -> Callable[[], int]:
+    """Ns since the epoch as of now, which then goes on evenly, whatever happens to the wall clock."""
+    offset_ns = now() - monotonic()
+    return lambda: monotonic() + offset_ns

@@ -1,0 +1,124 @@
+"""Who may talk to a collector: certificates and tokens, and the list of names that are let in."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal
+
+from pulse_bpf.errors import HostError, UsageError
+
+Role = Literal["agent", "viewer"]
+
+
+@dataclass(frozen=True)
+class Client:
+    """Somebody on the list: an agent speaks for its `nodes`, a viewer only reads the status."""
+
+    name: str
+    role: Role
+    nodes: frozenset[str]
+
+
+class _Watched:
+    """The lines of a file, read again when it changed; none while it cannot be read, so that nobody is let in."""
+
+    def __init__(self, path: Path, parse: Callable[[str], Any]) -> None:
+        self._path, self._parse = path, parse
+        self._stamp: tuple[int, ...] = ()
+        self._entries: list[Any] = []
+
+    def entries(self) -> list[Any]:
+        try:
+            status = self._path.stat()
+            stamp = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
+            if stamp != self._stamp:
+                lines = (line.partition("#")[0].strip() for line in self._path.read_text().splitlines())
+                self._entries, self._stamp = [self._parse(line) for line in lines if line], stamp
+        except (OSError, ValueError):
+            self._entries, self._stamp = [], ()
+        return self._entries
+
+
+class AllowList:
+    """The clients in a file, one a line: NAME agent|viewer [NODE...], where an agent's NODEs default to its NAME.
+
+    Who is taken out of the file is refused from the next call on. UsageError when it cannot be read at the start.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = _Watched(path, _client)
+        try:
+            for line in path.read_text().splitlines():
+                text = line.partition("#")[0].strip()
+                if text:
+                    _client(text)
+        except ValueError as error:
+            raise UsageError(f"a line of {path} names no client", str(error)) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot read the list of clients {path}", error.strerror or str(error)
+            ) from error
+
+    def client(self, name: str) -> Client | None:
+        """The client of that name, if it is on the list."""
+        return next((client for client in self._file.entries() if name and client.name == name), None)
+
+
+class Tokens:
+    """Tokens in a file, one a line: NAME TOKEN, for where certificates per node are too much.
+
+    UsageError when everybody may read the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        _check_private(path)
+        self._file = _Watched(path, _token)
+
+    def name(self, token: str) -> str | None:
+        """Whose token that is; takes as long for a wrong one."""
+        digest = sha256(token.encode()).digest()
+        names = [name for name, known in self._file.entries() if hmac.compare_digest(known, digest)]
+        return names[0] if names else None
+
+
+def read(path: Path) -> bytes:
+    """A file that the command line names; UsageError when it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}", error.strerror or str(error)) from error
+
+
+def _check_private(path: Path) -> None:
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UsageError(f"cannot read {path}", error.strerror or str(error)) from error
+    if mode & 0o007:
+        raise UsageError(
+            f"everybody may read {path}", f"its mode is {mode & 0o777:o}", f"Run: chmod 600 {path}"
+        )
+
+
+def _client(line: str) -> Client:
+    name, *rest = line.split()
+    role = rest[0] if rest else "agent"
+    if role not in ("agent", "viewer") or not name.isprintable():
+        raise ValueError(f"{line[:80]!r} is not NAME agent|viewer [NODE...]")
+    nodes = rest[1:] or ([name] if role == "agent" else [])
+    return Client(name, role, frozenset(nodes))  # type: ignore[arg-type]
+
+
+def _token(line: str) -> tuple[str, bytes]:
+    name, token = line.split()
+    if len(token) < 16:
+        raise ValueError(f"the token of {name} is shorter than 16 characters")
+    return name, sha256(token.encode()).digest()
+
+
+class LinkError(HostError):
+    """A collector cannot be reached, or does not let this client in."""

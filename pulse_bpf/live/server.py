@@ -1,0 +1,171 @@
+"""The collector on the network: Arrow Flight over TLS, with a certificate or a token from everybody."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.flight as flight
+
+from pulse_bpf.errors import DataError, PulseError
+from pulse_bpf.live import wire
+from pulse_bpf.live.collector import Collector
+from pulse_bpf.live.security import AllowList, Client, Role, Tokens
+
+# A file of raw samples comes in pieces, of which there are so many at most.
+RAW = pa.schema([pa.field("content", pa.binary(), nullable=False)])
+RAW_PIECE_BYTES, MOST_PIECES = 1024 * 1024, 512
+
+
+class Server(flight.FlightServerBase):  # type: ignore[misc]
+    """Answers clients that are on the `allowed` list, known by their certificate, or by one of the `tokens`.
+
+    `certificate` and `key` are the server's, `authority` that of clients' certificates (None with tokens), all PEM.
+    """
+
+    def __init__(
+        self,
+        collector: Collector,
+        location: str,
+        certificate: bytes,
+        key: bytes,
+        authority: bytes | None,
+        allowed: AllowList,
+        tokens: Tokens | None,
+    ) -> None:
+        self._collector, self._allowed, self._tokens = collector, allowed, tokens
+        super().__init__(
+            location,
+            tls_certificates=[(certificate, key)],
+            verify_client=tokens is None,
+            root_certificates=authority,
+            middleware={"token": _TokenFactory(tokens, collector)} if tokens else {},
+        )
+
+    def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
+        """Takes a step of an agent (path: step), or a file of raw samples (path: raw, finding, node, name)."""
+        client = self._admit(context, "agent")
+        path = [part.decode(errors="replace") for part in descriptor.path or ()]
+        with self._refusing():
+            if path == ["step"]:
+                self._take_step(client, reader, writer)
+            elif len(path) == 4 and path[0] == "raw":
+                _, finding, node, name = path
+                content = _joined(reader)
+                self._collector.keep_raw(client.name, client.nodes, finding, node, name, content)
+            else:
+                raise DataError("a batch is refused", "it has no such destination")
+
+    def do_action(self, context: Any, action: Any) -> Iterator[bytes]:
+        """status, for all; peers and raw-done, for agents."""
+        if action.type == "status":
+            self._admit(context, "viewer", "agent")
+            return iter([json.dumps(self._collector.status()).encode()])
+        client = self._admit(context, "agent")
+        with self._refusing():
+            if action.type == "peers":
+                step = wire.Step("", 0, 0, self._collector.peers(client.name))
+                return iter([wire.packed(wire.encode(step))])
+            if action.type == "raw-done":
+                said = _object(action.body.to_pybytes())
+                self._collector.raw_done(client.name, str(said.get("finding")), bool(said.get("found")))
+                return iter([])
+            raise DataError("an action is refused", "there is no such action")
+
+    def list_actions(self, context: Any) -> list[tuple[str, str]]:
+        """Nothing but to those who may act."""
+        self._admit(context, "viewer", "agent")
+        return [("status", "all jobs as JSON")]
+
+    def _take_step(self, client: Client, reader: Any, writer: Any) -> None:
+        chunk = reader.read_chunk()
+        said = _object(chunk.app_metadata.to_pybytes() if chunk.app_metadata else b"")
+        oldest, sent_ns = said.get("oldest"), said.get("sent_ns")
+        if chunk.data is None or type(oldest) is not int or type(sent_ns) is not int:
+            raise DataError("a batch is refused", "it does not say when it was sent")
+        step = wire.decode(chunk.data)
+        answer = self._collector.accept(client.name, client.nodes, step, oldest, sent_ns)
+        self._collector.metrics.bytes_received.inc(chunk.data.nbytes)
+        writer.write(json.dumps(answer).encode())
+
+    def _admit(self, context: Any, *roles: Role) -> Client:
+        """The client that calls; Unauthenticated when its name is not on the list, or has another role."""
+        if self._tokens is None:
+            name = context.peer_identity().decode(errors="replace")
+        else:
+            name = context.get_middleware("token").name
+        client = self._allowed.client(name)
+        if client is None:
+            self._collector.metrics.reject("not listed")
+            raise flight.FlightUnauthenticatedError("this client is not on the collector's list")
+        if client.role not in roles:
+            self._collector.metrics.reject("role")
+            raise flight.FlightUnauthorizedError(f"a {client.role} may not do that")
+        return client
+
+    def _refusing(self) -> _Refusing:
+        return _Refusing(self._collector)
+
+
+class _Refusing:
+    """What is refused is counted, and said to the client without a traceback."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, DataError):
+            self._collector.metrics.reject("malformed")
+            raise pa.ArrowInvalid(str(error)) from None
+        if isinstance(error, PulseError):
+            raise flight.FlightServerError(str(error)) from None
+
+
+class _TokenFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
+    """Refuses a call without a known token before anything of it is read."""
+
+    def __init__(self, tokens: Tokens, collector: Collector) -> None:
+        super().__init__()
+        self._tokens, self._collector = tokens, collector
+
+    def start_call(self, _info: Any, headers: Any) -> _Caller:
+        values = headers.get("authorization") or [""]
+        scheme, _, token = str(values[0]).partition(" ")
+        name = self._tokens.name(token) if scheme.lower() == "bearer" else None
+        if name is None:
+            self._collector.metrics.reject("token")
+            raise flight.FlightUnauthenticatedError("no valid token")
+        return _Caller(name)
+
+
+class _Caller(flight.ServerMiddleware):  # type: ignore[misc]
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+def _joined(reader: Any) -> bytes:
+    if not reader.schema.equals(RAW):
+        raise DataError("raw samples are refused", "they have other columns")
+    pieces: list[bytes] = []
+    for chunk in reader:
+        chunk.data.validate(full=True)
+        pieces += chunk.data.column(0).to_pylist()
+        if len(pieces) > MOST_PIECES or sum(map(len, pieces)) > MOST_PIECES * RAW_PIECE_BYTES:
+            raise DataError("raw samples are refused", "the file is too large")
+    return b"".join(pieces)
+
+
+def _object(text: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(text or b"null")
+    except ValueError as error:
+        raise DataError("a message is refused", "it is no JSON") from error
+    if not isinstance(content, dict):
+        raise DataError("a message is refused", "it is no JSON object")
+    return content

@@ -1,0 +1,109 @@
+"""What a collector holds in memory of one agent: the last seconds of its operators, and how things are there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import polars as pl
+
+from pulse_bpf.live.cutting import WINDOW_NS as CUT_NS
+from pulse_bpf.live.wire import SCHEMAS, STATE, Step
+
+# A clock that is further from the others' than this is taken to be set wrong, and its times are moved.
+SKEWED_NS = 1_000_000_000
+_LOSS = ["node", "source", "nic", "port", "direction", "pid"]
+
+
+class Held(NamedTuple):
+    """What one step said, and to when on its agent's clock."""
+
+    until_ns: int
+    tables: Mapping[str, pl.DataFrame]
+
+
+@dataclass
+class View:
+    """One agent: `seen_ns` is by the collector's clock, `skew_ns` how far that is ahead of the agent's.
+
+    `since_ns`: from when on, by the agent's clock, nothing is missing. All is of the agent's latest `spool`: another
+    start of the agent numbers operators anew.
+    """
+
+    nodes: frozenset[str] = frozenset()
+    seen_ns: int = 0
+    skew_ns: int = 0
+    spool: str = ""
+    sequence: int = -1
+    since_ns: int = 0
+    from_start: bool = False
+    until_ns: int = 0
+    lost: int = 0
+    state: dict[str, pl.DataFrame] = field(default_factory=dict)
+    open: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SCHEMAS["operators"]))
+    held: deque[Held] = field(default_factory=deque)
+
+    @property
+    def knows_state(self) -> bool:
+        """Whether all that says how things are was heard, without which the rest means nothing."""
+        return all(table in self.state for table in ("nodes", "nics", "processes", "comms", "qps"))
+
+    def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int) -> None:
+        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left is old."""
+        skew_ns = now_ns - sent_ns
+        jumped = self.spool == step.spool and abs(skew_ns - self.skew_ns) > SKEWED_NS
+        self.seen_ns, self.skew_ns = now_ns, skew_ns
+        if step.spool == self.spool and step.sequence <= self.sequence:
+            return
+        other = step.spool != self.spool
+        if other and self.spool and step.until_ns <= self.until_ns and not jumped:
+            # Left over from an earlier start.
+            return
+        if other or jumped or step.sequence != self.sequence + 1:
+            self.held.clear()
+            # What the first step after a gap says began before it is not all there.
+            self.since_ns = step.until_ns
+            self.from_start = step.sequence == 0
+        self.spool, self.sequence, self.until_ns = step.spool, step.sequence, step.until_ns
+        self.state |= {table: step.tables[table] for table in STATE if table in step.tables}
+        if "nodes" in step.tables:
+            self.nodes = frozenset(step.tables["nodes"]["node"].drop_nulls())
+        if "operators" in step.tables:
+            if self.from_start and "coverage" in step.tables and not self.held:
+                began_ns: int = step.tables["coverage"].select(pl.col("first_ns").min()).item() or 0
+                self.since_ns = max(began_ns, step.until_ns - CUT_NS)
+            final = pl.col("final")
+            self.open = step.tables["operators"].filter(~final)
+            kept = {
+                name: step.tables[name]
+                for name in ("coverage", "events", "port_counters")
+                if name in step.tables
+            }
+            self.held.append(
+                Held(step.until_ns, {**kept, "operators": step.tables["operators"].filter(final)})
+            )
+            self.lost = int(kept["coverage"]["lost"].sum()) if "coverage" in kept else self.lost
+        # Operators that began in the window may be final seconds after it.
+        while self.held and self.held[0].until_ns < step.until_ns - window_ns:
+            self.held.popleft()
+
+    def rows(self, table: str) -> pl.DataFrame:
+        """All rows held of a table that grows; of the operators also those that are open."""
+        frames = [held.tables[table] for held in self.held if table in held.tables]
+        if table == "operators":
+            frames.append(self.open)
+        return pl.concat([pl.DataFrame(schema=SCHEMAS[table]), *frames])
+
+    def coverage(self) -> pl.DataFrame:
+        """The latest coverage, with what was lost since the first step that is held."""
+        said = [held.tables["coverage"] for held in self.held if "coverage" in held.tables]
+        if not said:
+            return pl.DataFrame(schema=SCHEMAS["coverage"])
+        before = said[0].select(*_LOSS, pl.col("lost").alias("before")).unique(_LOSS)
+        latest = said[-1].join(before, on=_LOSS, how="left", nulls_equal=True, maintain_order="left")
+        newly = pl.col("lost") - pl.min_horizontal("lost", pl.col("before").fill_null(0))
+        # The first step that is held may itself be the first that lost something.
+        lost = "lost" if len(said) == 1 else newly
+        return latest.with_columns(lost=pl.col(lost) if isinstance(lost, str) else lost).drop("before")

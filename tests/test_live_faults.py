@@ -1,0 +1,173 @@
+"""Faults of our own, while a simulated job runs: nothing is lost, nothing is doubled, nobody is wrongly accused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import polars as pl
+import pytest
+from live_replay import Replay
+
+from pulse_bpf.analysis import Window, analyze
+from pulse_bpf.analysis.load import load
+from pulse_bpf.lab.sim.simulate import simulate
+from pulse_bpf.live import judging
+from pulse_bpf.live.collector import Collector, steady_clock
+from pulse_bpf.live.security import LinkError
+
+S = 1_000_000_000
+AWAY = LinkError("cannot talk to the collector", "the network is cut")
+HOUR_NS = 3600 * S
+# An operator that an agent was measuring when it was killed is gone with its memory.
+SETTLING_NS = 3 * S
+
+
+def stored(collector: Collector) -> pl.DataFrame:
+    """All that a collector has on its disk."""
+    parts = sorted((collector.store.root / "jobs").glob("*/*/*.parquet"))
+    return pl.concat([pl.read_parquet(part) for part in parts])
+
+
+def assert_each_once(replay: Replay, until_ns: int) -> pl.DataFrame:
+    """Nothing is there twice; what was called up to then."""
+    rows = stored(replay.collector)
+    key = ["node", "pid", "comm_id", "call_ns", "kind", "level", "direction", "nic", "peer_rank", "peer_node"]
+    assert rows.select(key).is_duplicated().sum() == 0
+    assert rows.select("agent", "spool", "sequence").n_unique() > 3
+    return rows.filter(pl.col("call_ns") < until_ns)
+
+
+def called(replay: Replay, since_ns: int, until_ns: int) -> pl.DataFrame:
+    """node, pid and call_ns of the calls that a job made between two moments."""
+    now = pl.col("call_ns").is_between(since_ns, until_ns, closed="left")
+    return replay.tables["ops"].filter(now, pl.col("comm_id").is_not_null()).select("node", "pid", "call_ns")
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("healthy") / "recording"
+    simulate("healthy", directory, seed=2, nodes=3, gpus=1, seconds=13.0, bin_us=200)
+    return directory
+
+
+def test_nothing_is_lost_or_doubled_and_nobody_accused_whatever_fails(healthy: Path, tmp_path: Path) -> None:
+    replay = Replay(healthy, tmp_path)
+    begin = replay.now_ns
+    replay.run(begin + 4 * S)
+    assert replay.collector.status()["jobs"][0]["verdict"] == "healthy"
+
+    # kill -9 of the collector, with batches that it had taken and not yet stored.
+    commit = replay.collector.commit
+    replay.collector.commit = lambda: None  # type: ignore[method-assign]
+    replay.run(begin + 4 * S + S // 2)
+    assert len(replay.collector._pending) > 0
+    replay.collector.commit = commit  # type: ignore[method-assign]
+    replay.collector = replay.new_collector()
+    replay.run(begin + 6 * S)
+
+    # The network of a node is cut for longer than the others wait for it, and the collector's disk is full meanwhile.
+    replay.links["node1"].cut = AWAY
+    replay.run(begin + 7 * S)
+    replay.full = True
+    replay.run(begin + 8 * S)
+    replay.full = False
+    replay.run(begin + 10 * S)
+    status = replay.collector.status()["jobs"][0]
+    assert (status["verdict"], status["confidence"]) == ("undecided", pytest.approx(2 / 3, abs=0.01))
+    replay.links["node1"].cut = None
+    replay.run(replay.last_ns)
+    assert replay.events == []
+    until_ns = replay.last_ns - SETTLING_NS
+    there = assert_each_once(replay, until_ns).select("node", "pid", "call_ns").unique()
+    expected = called(replay, begin, until_ns)
+    assert expected.height > 100
+    assert expected.join(there, on=["node", "pid", "call_ns"], how="anti").height == 0
+    assert replay.collector.status()["jobs"][0]["confidence"] == 1.0
+
+
+def test_an_agent_that_is_killed_and_comes_back_with_a_wrong_clock_is_no_fault_of_the_job(
+    healthy: Path, tmp_path: Path
+) -> None:
+    replay = Replay(healthy, tmp_path)
+    begin = replay.now_ns
+    replay.run(begin + 3 * S)
+    killed_ns = replay.now_ns
+    del replay.players["node0"]
+    replay.run(begin + 5 * S)
+    # The other agents are still there, and what they say of the job no longer makes it healthy.
+    job = replay.collector.status()["jobs"][0]
+    assert (job["verdict"], job["confidence"]) == ("undecided", pytest.approx(2 / 3, abs=0.01))
+    replay.players["node0"] = replay.new_player("node0", 0.0, ahead_ns=HOUR_NS)
+    replay.run()
+    assert replay.events == []
+    job = replay.collector.status()["jobs"][0]
+    assert (job["confidence"], [node["missing"] for node in job["nodes"]]) == (1.0, [False] * 3)
+    moved = (
+        pl.when(pl.col("call_ns") > begin + HOUR_NS).then(pl.col("call_ns") - HOUR_NS).otherwise("call_ns")
+    )
+    rows = assert_each_once(replay, replay.last_ns + 2 * HOUR_NS).with_columns(call_ns=moved)
+    again_ns = begin + 5 * S
+    for since_ns, until_ns in ((begin, killed_ns - SETTLING_NS), (again_ns, replay.last_ns - SETTLING_NS)):
+        expected = called(replay, since_ns, until_ns)
+        assert expected.join(rows, on=["node", "pid", "call_ns"], how="anti").height == 0
+
+
+def test_a_fault_is_found_as_pulse_analyze_finds_it_and_its_raw_samples_are_kept(tmp_path: Path) -> None:
+    directory = tmp_path / "recording"
+    simulate("nic-slow", directory, seed=4, nodes=3, gpus=2, seconds=8.0, bin_us=200, onset="late")
+    fault = json.loads((directory / "truth.json").read_text())["faults"][0]
+    replay = Replay(directory, tmp_path)
+    replay.run()
+    opened = [event for event in replay.events if event["state"] == "opened"]
+    assert len(opened) == 1
+    live = opened[0]["finding"]
+    until_ns = next(iter(replay.collector._jobs.values())).until_ns
+    whole = analyze([directory], Window(until_ns - judging.WINDOW_NS, until_ns)).to_dict()["findings"][0]
+    named = ("kind", "cause", "scope", "node", "nic")
+    assert [live.get(name) for name in named] == [whole.get(name) for name in named]
+    assert (live["node"], live["nic"]) == (fault["node"], fault["nic"])
+    assert opened[0]["at_ns"] - fault["start_ns"] < 4 * S
+
+    job = replay.collector.status()["jobs"][0]
+    assert [event["id"] for event in job["open"]] == [opened[0]["id"]]
+    suspect, *twins = job["curves"]
+    assert (suspect["role"], suspect["label"]) == ("suspect", f"{fault['node']} {fault['nic']}")
+    assert [twin["role"] for twin in twins] == ["twin", "twin"]
+    assert 0 < max(suspect["gbps"][-4:]) < 0.7 * max(twins[0]["gbps"])
+
+    # What was kept is a recording, and says the same.
+    evidence = replay.collector.store.evidence(opened[0]["id"])
+    kept = load([evidence])
+    assert (sorted(kept.samples.nodes), kept.damaged) == (["node0", "node1", "node2"], [])
+    again = analyze([evidence]).to_dict()["findings"][0]
+    assert [again.get(name) for name in named] == [live.get(name) for name in named]
+
+    # A collector that is killed knows what is open.
+    replay.collector = replay.new_collector()
+    assert [event["id"] for event in replay.collector.log.open()] == [opened[0]["id"]]
+
+
+def test_a_job_that_the_analysis_cannot_take_is_undecided_and_says_why(
+    healthy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_case: object) -> None:
+        raise ValueError("what is this?")
+
+    replay = Replay(healthy, tmp_path)
+    monkeypatch.setattr(judging, "judge", fail)
+    replay.run(replay.now_ns + 3 * S)
+    job = replay.collector.status()["jobs"][0]
+    assert (job["verdict"], job["missing"]) == (
+        "undecided",
+        ["the analysis failed: ValueError: what is this?"],
+    )
+    assert (replay.events, replay.collector.log.open()) == ([], [])
+
+
+def test_a_step_of_the_wall_clock_is_none_of_the_collectors() -> None:
+    wall, monotonic = [100 * S], [5 * S]
+    now = steady_clock(lambda: wall[0], lambda: monotonic[0])
+    wall[0] += HOUR_NS
+    monotonic[0] += S
+    assert now() == 101 * S

@@ -1,0 +1,237 @@
+"""The parts of agents and collectors, one by one: jobs, cutting, storage, views, recorder, budgets."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live_replay import AMPLE, Replay
+from prometheus_client import CollectorRegistry
+
+from pulse_bpf import analysis
+from pulse_bpf.analysis.load import load
+from pulse_bpf.errors import DataError, HostError
+from pulse_bpf.lab.sim.simulate import simulate
+from pulse_bpf.live import agent, wire
+from pulse_bpf.live.agent import Agent, Budget
+from pulse_bpf.live.jobs import MEMBERS, members
+from pulse_bpf.live.recorder import FlightRecorder
+from pulse_bpf.live.spool import Spool
+from pulse_bpf.live.storage import STORED, Store, safe
+from pulse_bpf.live.view import View
+from pulse_bpf.schema import COMMS, COVERAGE, NODES, PROCESSES, SAMPLES
+
+S = 1_000_000_000
+NOBODY = pl.DataFrame(schema=MEMBERS)
+
+
+def frame(schema: pl.Schema, **columns: list[object]) -> pl.DataFrame:
+    """Rows with nulls in all columns that are not given."""
+    height = len(next(iter(columns.values())))
+    return pl.DataFrame(
+        {name: pl.Series(columns.get(name, [None] * height), dtype=dtype) for name, dtype in schema.items()}
+    )
+
+
+def comms(*rows: tuple[str, int, str, int]) -> pl.DataFrame:
+    node, pid, comm_id, nranks = map(list, zip(*rows, strict=True))
+    return frame(COMMS, node=node, pid=pid, comm_id=comm_id, nranks=nranks)
+
+
+def jobs(known: pl.DataFrame) -> dict[str, set[int]]:
+    return {str(job): set(rows["pid"]) for (job,), rows in known.group_by("job")}
+
+
+def test_processes_that_share_communicators_are_a_job_whatever_the_way() -> None:
+    there = comms(
+        ("a", 1, "pp-2", 2), ("b", 2, "pp-2", 2), ("b", 2, "dp-3", 3), ("c", 3, "dp-3", 3),
+        ("a", 4, "own-1", 1), ("b", 5, "other-2", 2), ("c", 6, "other-2", 2), ("c", 6, "own-1", 1),
+    )  # fmt: skip
+    told = members(there, frame(PROCESSES, node=["a"], pid=[1]), NOBODY)
+    assert jobs(told) == {"dp-3": {1, 2, 3}, "other-2": {5, 6}}
+    # A job keeps its name when it makes larger communicators, or when another one becomes its part.
+    later = pl.concat([there, comms(("a", 1, "world-9", 9))])
+    assert jobs(members(later, frame(PROCESSES, node=["a"], pid=[1]), told)) == {
+        "dp-3": {1, 2, 3},
+        "other-2": {5, 6},
+    }
+
+
+def test_a_job_has_the_schedulers_name_where_all_agree_and_parts_have_different_ones() -> None:
+    there = comms(("a", 1, "x-2", 2), ("b", 2, "x-2", 2), ("a", 3, "y-2", 2), ("b", 4, "y-2", 2))
+    processes = frame(
+        PROCESSES, node=["a", "b", "a", "b"], pid=[1, 2, 3, 4], job=["slurm-7", "slurm-7", "slurm-7", "8"]
+    )
+    told = members(there, processes, NOBODY)
+    assert jobs(told) == {"slurm-7": {1, 2}, "y-2": {3, 4}}
+
+
+@given(st.text(max_size=300))
+def test_no_name_leads_out_of_its_directory(name: str) -> None:
+    path = safe(name)
+    assert path
+    assert "/" not in path
+    assert "\0" not in path
+    assert not path.startswith(".")
+    assert len(path.encode()) <= 100
+
+
+@given(st.sets(st.text(max_size=20), min_size=2, max_size=5))
+def test_different_names_have_different_directories(names: set[str]) -> None:
+    assert len({safe(name) for name in names}) == len(names)
+
+
+def operators(*call_ns: int) -> pl.DataFrame:
+    return frame(STORED, call_ns=list(call_ns), node=["a"] * len(call_ns))
+
+
+def stored(root: Path) -> list[int]:
+    return sorted(
+        ns for part in (root / "jobs").glob("*/*/*.parquet") for ns in pl.read_parquet(part)["call_ns"]
+    )
+
+
+def test_a_commit_is_all_or_nothing(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.commit({"../job": operators(1, 3601 * S)}, {"a": {"s": 4}})
+    assert stored(tmp_path) == [1, 3601 * S]
+    assert [path.name for path in sorted((tmp_path / "jobs").glob("*/*"))] == ["19700101T00", "19700101T01"]
+    # Killed between the parts and the marks: the agent was not told, and sends it again.
+    broken = Store(tmp_path, lambda path, write: _no_marks(path, write))
+    with pytest.raises(HostError):
+        broken.commit({"job": operators(2)}, {"a": {"s": 5}})
+    assert (stored(tmp_path), broken.marks) == ([1, 2, 3601 * S], {"a": {"s": 4}})
+    again = Store(tmp_path)
+    assert (stored(tmp_path), again.marks) == ([1, 3601 * S], {"a": {"s": 4}})
+    again.commit({"job": operators(2)}, {"a": {"s": 5}})
+    assert stored(tmp_path) == [1, 2, 3601 * S]
+
+
+def _no_marks(path: Path, write: Callable[[Path], object]) -> None:
+    if path.name == "marks.json":
+        raise HostError("cannot write", "killed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path)
+
+
+def test_marks_that_cannot_be_read_are_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    Store(tmp_path).commit({"job": operators(1)}, {})
+    (tmp_path / "marks.json").write_text("{")
+    with pytest.raises(DataError, match=r"marks\.json"):
+        Store(tmp_path)
+    assert stored(tmp_path) == [1]
+
+
+def test_what_is_old_goes_and_so_does_evidence_beyond_its_share(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.commit({"job": operators(1, 5 * 3600 * S)}, {})
+    for number in range(3):
+        store.keep_raw(f"finding{number}", "a", "samples/000000.parquet", b"x" * 100)
+    left = store.retain(2, 250, 6 * 3600 * S)
+    assert stored(tmp_path) == [5 * 3600 * S]
+    assert len(list((tmp_path / "evidence").iterdir())) == 2
+    assert left >= 200
+
+
+def heard(spool: str, sequence: int, until_ns: int) -> wire.Step:
+    rows = frame(wire.SENT_OPERATORS, node=["a"], call_ns=[until_ns - S], final=[True])
+    coverage = frame(COVERAGE, node=["a"], first_ns=[0], last_ns=[until_ns], lost=[sequence])
+    return wire.Step(spool, sequence, until_ns, {"operators": rows, "coverage": coverage})
+
+
+def test_a_view_holds_the_last_seconds_without_a_gap() -> None:
+    view = View()
+    for number in range(10):
+        view.take(heard("one", number, (10 + number) * S), number * S, number * S, 3 * S)
+    assert (view.since_ns, view.until_ns, view.rows("operators").height) == (int(7.5 * S), 19 * S, 4)
+    assert view.coverage()["lost"].to_list() == [3]
+    # One that is missing begins anew; one that comes again changes nothing, nor what an earlier start left.
+    view.take(heard("one", 11, 21 * S), 11 * S, 11 * S, 3 * S)
+    assert (view.since_ns, view.rows("operators").height) == (21 * S, 1)
+    view.take(heard("one", 11, 21 * S), 11 * S, 11 * S, 3 * S)
+    view.take(heard("older", 3, 15 * S), 11 * S, 11 * S, 3 * S)
+    assert (view.spool, view.rows("operators").height) == ("one", 1)
+    # So does a clock that jumped.
+    view.take(heard("one", 12, 3622 * S), 3612 * S, 12 * S, 3 * S)
+    assert (view.since_ns, view.skew_ns, view.rows("operators").height) == (3622 * S, -3600 * S, 1)
+
+
+def test_each_operator_is_cut_once_and_as_from_the_whole_recording(tmp_path: Path) -> None:
+    directory = tmp_path / "recording"
+    simulate("healthy", directory, seed=3, nodes=2, gpus=2, seconds=5.0, bin_us=200)
+    replay = Replay(directory, tmp_path)
+    replay.run()
+    live = pl.concat([pl.read_parquet(part) for part in (tmp_path / "collector/jobs").glob("*/*/*.parquet")])
+    key = ["node", "pid", "comm_id", "op_seq", "level", "direction", "nic", "peer_rank"]
+    assert live.select(key).is_duplicated().sum() == 0
+    whole, _ = analysis.measure(load([directory]))
+    both = live.join(whole, on=key, nulls_equal=True, suffix="_whole")
+    assert both.height == live.height > 500
+    for name in ("program_pos", "call_ns", "start_ns", "end_ns", "bytes", "expected_bytes"):
+        assert both.filter(pl.col(name).ne_missing(pl.col(f"{name}_whole"))).height == 0, name
+
+
+def samples(*t_ns: int) -> pl.DataFrame:
+    return frame(
+        SAMPLES,
+        node=["a"] * len(t_ns),
+        t_ns=list(t_ns),
+        bin_ns=[10] * len(t_ns),
+        bytes=[1] * len(t_ns),
+    )
+
+
+def test_the_flight_recorder_keeps_the_last_seconds_and_gives_a_part_of_them(tmp_path: Path) -> None:
+    recorder = FlightRecorder(tmp_path / "raw", 3.0, 10**6)
+    recorder.replace("coverage", frame(COVERAGE, node=["a"], first_ns=[0], last_ns=[10 * S], lost=[0]))
+    for second in range(10):
+        recorder.append("samples", samples(second * S, second * S + S // 2))
+    assert recorder.span_ns == 3 * S + S // 2
+    files = {name: pl.read_parquet(io.BytesIO(content)) for name, content in recorder.between(0, 8 * S)}
+    rows = pl.concat([part for name, part in files.items() if name.startswith("samples/")])
+    assert rows["t_ns"].to_list() == [6 * S, 6 * S + S // 2, 7 * S, 7 * S + S // 2, 8 * S]
+    assert files["coverage.parquet"].select("first_ns", "last_ns").row(0) == (6 * S, 8 * S)
+    small = FlightRecorder(tmp_path / "raw", 3.0, 1)
+    small.append("samples", samples(0))
+    assert (small.size_bytes, list((tmp_path / "raw/samples").iterdir())) == (0, [])
+
+
+def test_beyond_its_budget_an_agent_makes_bins_wider_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent, "PATIENCE", 2)
+    monkeypatch.setattr(agent, "CALM_STEPS", 3)
+    said: list[str] = []
+    held = 2 * 10**9
+    monkeypatch.setattr(agent, "resident_bytes", lambda: held)
+    one = Agent(
+        None,  # type: ignore[arg-type]
+        Spool(tmp_path / "spool", 10**6, 10**6),
+        FlightRecorder(tmp_path / "raw", 3.0, 10**6),
+        Budget(cores=AMPLE.cores, memory_bytes=10**9, sent_bytes_per_s=AMPLE.sent_bytes_per_s),
+        lambda: 0,
+        CollectorRegistry(),
+        said.append,
+    )
+    one.replace("nodes", frame(NODES, node=["a"]))
+
+    def steps(first: int, count: int) -> None:
+        for second in range(first, first + count):
+            one.append("samples", samples(second * S, second * S + 10, second * S + 20))
+            one.replace(
+                "coverage", frame(COVERAGE, node=["a"], first_ns=[0], last_ns=[(second + 1) * S], lost=[0])
+            )
+            assert one.measure()
+
+    steps(1, 2)
+    assert said == ["beyond its budget (2.0 times); bins are 2 times as wide now"]
+    steps(3, 1)
+    assert one.metrics.bin_seconds._value.get() == pytest.approx(20e-9)
+    held = 10**8
+    steps(4, 3)
+    assert said[1:] == ["within its budget again; bins are 1 times as wide as recorded"]
