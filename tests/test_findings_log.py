@@ -140,6 +140,17 @@ def test_suspects_that_are_narrowed_down_are_one_finding(log: FindingsLog) -> No
     assert states(verdicts(log, [gpu, other], 40.5, 45)) == ["opened"]
 
 
+def test_a_fault_whose_kind_becomes_known_is_one_finding_and_told_at_once(log: FindingsLog) -> None:
+    link = {"scope": "link", "node": "node1", "nic": "mlx5_3", "peer_node": "node2", "peer_nic": "mlx5_3"}
+    unknown = finding(kind="unknown", cause="network", **link)
+    port = finding(kind="nic-slow", cause="nic", scope="nic", node="node1", nic="mlx5_3")
+    (opened,) = verdicts(log, [unknown], 0, 2)
+    events = verdicts(log, [port], 2.5, 5)
+    assert [(event["state"], event["id"]) for event in events] == [("updated", opened["id"])]
+    assert events[0]["finding"]["kind"] == "nic-slow"
+    assert verdicts(log, [unknown], 5.5, 40) == []
+
+
 def test_a_link_is_the_same_from_both_ends(log: FindingsLog) -> None:
     link = {"kind": "lossy-link", "cause": "network", "scope": "link", "nic": None}
     there = finding(**link, node="node1", peer_node="node2")

@@ -30,6 +30,10 @@ UPDATE_AFTER_NS = 5_000_000_000
 LONGEST_LOG_BYTES = 64 * 1024 * 1024
 
 
+# What is said of a fault whose kind the operators do not tell (yet).
+UNKNOWN = "unknown"
+
+
 class Event(TypedDict):
     """A finding that opened, changed or closed. `id` is its own for as long as it lasts, `opened_ns` when it opened."""
 
@@ -59,8 +63,9 @@ class FindingsLog:
     """The findings on any number of jobs, one JSON object a line in `path`, where they are found again after a crash.
 
     A fault is the same as long as its kind and the part that it names are, also when that is narrowed down from several
-    machines to one, or to a part of it; for which as many verdicts are needed as for a finding to open. Lines that
-    cannot be read are skipped and counted in `skipped`. HostError when the file cannot be read.
+    machines to one, or to a part of it, or its kind becomes known; for which as many verdicts are needed as for a
+    finding to open. Lines that cannot be read are skipped and counted in `skipped`. HostError when the file cannot be
+    read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +112,9 @@ class FindingsLog:
                 known.absent_ns[before] = 0
                 event = known.open[before]
                 lately = 0 <= at_ns - event["at_ns"] < UPDATE_AFTER_NS
-                if certain and not lately and _differs(event["finding"], finding):
+                told = before[0] == UNKNOWN and identity[0] != UNKNOWN
+                forgot = before[0] != UNKNOWN and identity[0] == UNKNOWN
+                if certain and (told or not (lately or forgot)) and _differs(event["finding"], finding):
                     events.append(_changed(event, "updated", at_ns, finding))
             elif certain:
                 events.append(
@@ -245,11 +252,13 @@ def _identity(finding: Mapping[str, Any]) -> Identity:
 
 
 def _open_as(known: _Job, identity: Identity, finding: Mapping[str, Any]) -> Identity:
-    """As what `finding` is open already: suspects, a machine and its part are one fault as they are narrowed down."""
+    """As what `finding` is open already: suspects, a machine and its part are one fault as they are narrowed down, and
+    so is one of a kind that is not known yet."""
     if identity not in known.open:
         for other, event in known.open.items():
-            whole = {identity[1], other[1]} & {"group", "node"}
-            if other[0] == identity[0] and whole and _machines(event["finding"]) & _machines(finding):
+            unknown = UNKNOWN in (identity[0], other[0])
+            alike = unknown or (identity[0] == other[0] and {identity[1], other[1]} & {"group", "node"})
+            if alike and _machines(event["finding"]) & _machines(finding):
                 return other
     return identity
 
