@@ -72,17 +72,16 @@ class Bursts(NamedTuple):
 
 
 # What the streams of some nodes carried, as it travels: `lengths` says how many of the `sizes` each of SILENCES has.
-CARRIED = pl.Schema(
-    {
-        "flow": U64,
-        "tx": BOOL,
-        "slot": I64,
-        "total": I64,
-        "bin_ns": I64,
-        "sizes": pl.List(I64),
-        "lengths": pl.List(I64),
-    }
-)
+_CARRIED: dict[str, pl.DataType | type[pl.DataType]] = {
+    "flow": U64,
+    "tx": BOOL,
+    "slot": I64,
+    "total": I64,
+    "bin_ns": I64,
+    "sizes": pl.List(I64),
+    "lengths": pl.List(I64),
+}
+CARRIED = pl.Schema(_CARRIED)
 
 
 def from_table(table: pl.DataFrame, start_ns: int) -> Bursts:

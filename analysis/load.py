@@ -94,6 +94,14 @@ class Recording:
         return self._damaged + self.samples.damaged + self.ports.damaged
 
     @property
+    def absent(self) -> dict[str, str]:
+        """Nodes that should have been recorded and were not, with the reason, as manifests say."""
+        said = [manifest.get("missing_nodes") for manifest in self.manifests]
+        return {
+            str(node): str(why) for nodes in said if isinstance(nodes, dict) for node, why in nodes.items()
+        }
+
+    @property
     def missing(self) -> list[str]:
         """The tables that hold nothing, of those without which something cannot be known."""
         empty_ones = [table for table in ("nics", "ops", "comms", "qps") if self.tables[table].is_empty()]
@@ -181,9 +189,7 @@ def parts_of(directory: Path) -> list[tuple[str, Path]]:
     if not directory.is_dir():
         reason = "it is not a directory" if directory.exists() else "it does not exist"
         raise DataError(f"{directory} is no recording", reason, "Give the directory that pulse record wrote")
-    files = [
-        (table, path) for table in (*TABLES, *DERIVED) for path in _files(directory, table, ".parquet")
-    ]
+    files = [(table, path) for table in (*TABLES, *DERIVED) for path in _files(directory, table, ".parquet")]
     if not files and not _files(directory, "manifest", ".json"):
         raise DataError(
             f"{directory} is no recording",

@@ -36,6 +36,15 @@ SETTLE_S = 0.1
 # How often processes are looked for, and libraries that were opened since.
 WATCH_S = 2.0
 
+# When the rows of growing tables were, but the anchors of clocks, which hold at any time.
+_MOMENTS = {
+    "ops": "call_ns",
+    "samples": "t_ns",
+    "port_samples": "t_ns",
+    "events": "t_ns",
+    "port_counters": "t_ns",
+}
+
 
 @dataclass
 class Outcome:
@@ -59,9 +68,12 @@ def record(
     wait: bool,
     detail: bool,
     console: Console,
+    start_ns: int | None = None,
 ) -> Outcome:
     """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process named.
 
+    What happens before `start_ns`, on this host's wall clock, is not recorded: by then all is attached, so that hosts
+    that are given one moment begin together. Where that takes longer, the recording begins late and is shorter.
     `wait` records also when there is no process with an NCCL yet, `detail` also how NCCL carries out each operator.
     The processes are only read from, and everything attached is detached before this returns or raises.
     HostError, AttachError and UsageError when nothing can be recorded; what fails for a part is a warning.
@@ -73,7 +85,7 @@ def record(
         )
     writer = RecordingWriter(output)
     with _stop_on_signals() as stop, ExitStack() as cleanup:
-        recording = Recording(hosts, wanted, wait, detail, writer, cleanup)
+        recording = Recording(hosts, wanted, wait, detail, writer, cleanup, start_ns)
         privileges.drop()
         recording.run(seconds, stop, console)
         return recording.outcome
@@ -90,6 +102,7 @@ class Recording:
         detail: bool,
         writer: RecordingWriter,
         cleanup: ExitStack,
+        start_ns: int | None = None,
     ) -> None:
         self.outcome = Outcome()
         self._writer = writer
@@ -103,6 +116,8 @@ class Recording:
         self._notices: list[str] = []
         self._attach_first()
         self._attached_ns = self._read_ns = self._now_ns()
+        # What was seen before is dropped, and is not said to be covered.
+        self._start_ns = start_ns
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
@@ -112,10 +127,15 @@ class Recording:
         self._sources = Sources(taps, self._nics, self._qps, wanted, self._offset_ns, cleanup)
         self._warn(self._sources.missing)
         self._observe_queue_pairs()
+        if start_ns is not None and self._now_ns() > start_ns:
+            late_s = (self._now_ns() - start_ns) / 1e9
+            self._warn([f"the recording begins {late_s:.1f} s late: it was not ready by --start-at"])
 
     def run(self, seconds: float | None, stop: list[int], console: Console) -> None:
         """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all named are gone."""
         started = rotated = watched = time.monotonic()
+        if self._start_ns is not None:
+            started = (self._start_ns - self._offset_ns) / 1e9
         self._store([])
         console.print(
             f"processes attached: {self._probes.running}; Ctrl-C ends the recording", highlight=False
@@ -138,14 +158,14 @@ class Recording:
                 self._observe_queue_pairs()
                 settled_ns = time.monotonic_ns() - int(SETTLE_S * 1e9)
                 self._store([self._read_calls(settled_ns), *self._sources.read()])
-                status.update(pace.line(rotated - started, self.outcome.rows, self.outcome.lost))
+                status.update(pace.line(max(0.0, rotated - started), self.outcome.rows, self.outcome.lost))
                 if self._is_over():
                     self._warn(["every recorded process ended, and the recording with them"])
                 self._tell(console)
                 shown = self._warn_since(shown, console)
                 if self._is_over():
                     break
-        self.outcome.seconds = time.monotonic() - started
+        self.outcome.seconds = max(0.0, time.monotonic() - started)
         self._observe_queue_pairs()
         self._probes.look_closer(self._queue_pair_pids)
         self._store([self._read_calls(None), *self._sources.stop()])
@@ -264,6 +284,8 @@ class Recording:
     def _store(self, batches: Sequence[Tables]) -> None:
         for table in sorted({name for batch in batches for name in batch}):
             frame = pl.concat([batch[table] for batch in batches if table in batch])
+            if self._start_ns is not None and table in _MOMENTS:
+                frame = frame.filter(pl.col(_MOMENTS[table]) >= self._start_ns)
             self._writer.append(table, frame)
             self.outcome.rows[table] = self.outcome.rows.get(table, 0) + frame.height
         now = clock.anchor()
@@ -298,7 +320,10 @@ class Recording:
         cards = self._sources.coverage()
         # Every row may carry the loss of the whole reader.
         self.outcome.lost += int(cards.group_by("source").agg(pl.col("lost").max())["lost"].sum())
-        return pl.concat([calls, cards])
+        covered = pl.concat([calls, cards])
+        if self._start_ns is not None:
+            covered = covered.with_columns(pl.col("first_ns", "last_ns").clip(self._start_ns))
+        return covered
 
     def _now_ns(self) -> int:
         """Wall clock as the recording has it: a step of this host's clock under way changes nothing."""
