@@ -215,9 +215,8 @@ def _part(sessions: Sessions, board: Board) -> None:
 def _report(plan: Plan, judged: Judged, console: Console) -> None:
     content = page(judged, [plan.output.resolve().name]).encode()
     write_file(plan.output / REPORT, lambda path: path.write_bytes(content))
-    console.print(
-        f"the recording is in {plan.output}, the report {plan.output / REPORT}", markup=False, highlight=False
-    )
+    told = f"the recording is in {plan.output}, the report is {plan.output / REPORT}"
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
 
 
 def _accept(path: Path, host: str) -> None:

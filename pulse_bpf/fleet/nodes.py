@@ -7,8 +7,8 @@ import re
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from ClusterShell.NodeSet import NodeSet
-from ClusterShell.NodeUtils import GroupError
+from ClusterShell.NodeSet import NodeSet, NodeSetException
+from ClusterShell.NodeUtils import GroupSourceError
 
 from pulse_bpf.errors import HostError, UsageError
 
@@ -44,11 +44,7 @@ def node_set(text: str) -> list[str]:
         if len(found) > MOST_NODES:
             raise UsageError(f"{_shown(text)} names more than {MOST_NODES} nodes")
         names = [str(node) for node in found]
-    except (GroupError, ValueError, KeyError) as error:
-        raise UsageError(f"{_shown(text)} is no set of nodes", _shown(str(error))) from error
-    except UsageError:
-        raise
-    except Exception as error:  # NodeSetException and its kin have no base of their own
+    except (NodeSetException, GroupSourceError, ValueError) as error:
         raise UsageError(f"{_shown(text)} is no set of nodes", _shown(str(error))) from error
     return checked(names, _shown(text))
 

@@ -1,0 +1,195 @@
+"""`pulse investigate` through real sshds: all nodes, nodes that fail in every way, and an end in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+from ssh_nodes import PULSE, Cluster, cluster
+
+from pulse_bpf import analysis
+from pulse_bpf.analysis.load import load
+from pulse_bpf.errors import NO_DATA, OK, PARTIAL
+from pulse_bpf.lab.sim.simulate import simulate
+
+pytestmark = pytest.mark.root
+
+NODES = [f"node{number}" for number in range(8)]
+SLOW = "node1"
+# Everything undone: agents have seconds for it, and machines that run tests are busy.
+CLEAN_WITHIN_S = 30
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What eight nodes with a GPU each would record of a job, one of whose NICs is slow."""
+    directory = tmp_path_factory.mktemp("job") / "recording"
+    simulate("nic-slow", directory, seed=5, nodes=8, gpus=1, seconds=1.0, bin_us=100)
+    truth = json.loads((directory / "truth.json").read_text())
+    assert [fault["node"] for fault in truth["faults"]] == [SLOW]
+    return directory
+
+
+def command(nodes: Cluster, output: Path, *arguments: str | Path) -> list[str]:
+    options = ["--ssh-config", nodes.config, "-o", output, "--json", "--patience", "100"]
+    return [str(PULSE), "investigate", *map(str, options), *map(str, arguments)]
+
+
+@contextmanager
+def running(*arguments: Any) -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def await_(condition: Callable[[], object], process: subprocess.Popen[str], what: str) -> None:
+    until = time.monotonic() + 100
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until, f"not within 100 s: {what}"
+        time.sleep(0.05)
+
+
+def doing(nodes: Cluster, name: str, *words: str) -> list[int]:
+    """The processes of a node with these words in their command lines."""
+    found = []
+    for pid in nodes.pids(name):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if all(word.encode() in line for word in words):
+            found.append(pid)
+    return found
+
+
+def test_the_slow_node_is_named_by_one_command(tmp_path: Path, job: Path) -> None:
+    output = tmp_path / "out"
+    with cluster(tmp_path, NODES) as nodes:
+        arguments = command(nodes, output, "-w", "node[0-7]", "--rehearse", job, "-d", "2")
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        assert done.returncode == OK, done.stderr
+        assert nodes.clean_within(CLEAN_WITHIN_S) == []
+    findings = json.loads(done.stdout)
+    assert findings["verdict"] == "anomaly"
+    assert [(item["kind"], item["node"]) for item in findings["findings"]] == [("nic-slow", SLOW)]
+    assert findings["coverage"]["nodes"] == NODES
+    assert findings["coverage"]["nodes_missing"] == []
+    report = (output / "report.html").read_text()
+    assert SLOW in report
+    assert not list(output.rglob("*.tmp"))
+    assert not (output / "incoming").exists()
+
+    # Samples of the suspect and of those beside it, not of all.
+    sampled = {path.stem for path in (output / "samples").iterdir()}
+    assert SLOW in sampled
+    assert len(sampled) < len(NODES)
+
+    # What the nodes cut themselves is what one machine would have cut out of all their samples.
+    operators, flows = analysis.measure(load([output]))
+    whole, owners = analysis.measure(load([job]))
+    shift_ns = int(operators["call_ns"].min()) - int(whole["call_ns"].min())  # type: ignore[arg-type]
+    moments = [name for name in whole.columns if name in ("call_ns", "start_ns", "end_ns", "prev_end_ns")]
+    moments += ["first_gap_ns", "first_stall_ns", "last_byte_ns", "byte_mean_ns", "credit_mean_ns"]
+    key = [name for name in whole.columns if name != "flows"]
+    moved = whole.with_columns(pl.col(moments) + shift_ns)
+    assert_frame_equal(operators.sort(key), moved.sort(key))
+    assert_frame_equal(flows.sort("flow"), owners.with_columns(pl.col("created_ns") + shift_ns).sort("flow"))
+
+    audit = json.loads((output / "manifest.json").read_text())["investigation"]["nodes"]
+    assert [row["name"] for row in audit] == NODES
+    assert all(row["undone"] and row["failed"] is None for row in audit)
+    assert len({row["start_ns"] for row in audit}) == 1, "they begin at one moment, as their clocks are one"
+
+    again = subprocess.run([PULSE, "analyze", output, "--json"], capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout) == findings
+
+
+def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: Path) -> None:
+    old = tmp_path / "old-pulse"
+    old.write_text("#!/bin/sh\necho \"pulse: error: argument VERB: invalid choice: 'agent'\" >&2\nexit 2\n")
+    old.chmod(0o755)
+    output = tmp_path / "out"
+    up = [name for name in NODES if name != "node0"]
+    with cluster(tmp_path, up, {"node3": old}) as nodes:
+        nodes.add_down("node0")
+        os.kill(nodes.nodes["node2"].sshd.pid, signal.SIGSTOP)
+        full = nodes.nodes["node5"].tmp
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
+        try:
+            with running(nodes, output, "-w", "node[0-7]", "--rehearse", job, "-d", "2") as process:
+                await_(lambda: doing(nodes, "node6", "lab", "play"), process, "node6 records")
+                for pid in doing(nodes, "node6", "agent"):
+                    os.kill(pid, signal.SIGKILL)
+                stdout, stderr = process.communicate()
+            assert process.returncode == PARTIAL, stderr
+            assert nodes.clean_within(CLEAN_WITHIN_S) == []
+        finally:
+            subprocess.run(["umount", full], check=True)
+    findings = json.loads(stdout)
+    reasons = {row["node"]: row["reason"] for row in findings["coverage"]["nodes_missing"]}
+    assert sorted(reasons) == ["node0", "node2", "node3", "node5", "node6"]
+    assert "cannot be reached" in reasons["node0"]
+    assert "refused" in reasons["node0"]
+    assert "cannot be reached" in reasons["node2"]
+    assert "timed out" in reasons["node2"]
+    assert "too old" in reasons["node3"]
+    assert "No space left" in reasons["node5"]
+    assert "ended while recording" in reasons["node6"]
+    for node, reason in reasons.items():
+        assert f"{node}: {reason}" in stderr
+    # Of eight that go round in a ring, five say nothing: who is at fault is not for the other three to say.
+    accused = {item["node"] for item in findings["findings"]}
+    assert accused <= {SLOW}
+    if findings["verdict"] == "undecided":
+        assert any("node6 was not recorded" in line for line in findings["coverage"]["missing"])
+    else:
+        assert max(item["confidence"] for item in findings["findings"]) <= 0.8
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_on_a_node_when_it_ends_in_the_middle(
+    tmp_path: Path, job: Path, how: signal.Signals
+) -> None:
+    output = tmp_path / "out"
+    with cluster(tmp_path, NODES[:2]) as nodes:
+        arguments = (nodes, output, "-w", "node[0-1]", "--rehearse", job, "-d", "100")
+        with running(*arguments) as process:
+            for name in NODES[:2]:
+                await_(lambda name=name: doing(nodes, name, "lab", "play"), process, "it records")  # type: ignore[misc]
+            process.send_signal(how)
+            _, stderr = process.communicate()
+        if how != signal.SIGKILL:
+            assert process.returncode == PARTIAL
+            assert "interrupted" in stderr
+            assert nodes.left() == [], "what was begun is undone before it ends"
+            audit = json.loads((output / "manifest.json").read_text())["investigation"]["nodes"]
+            assert all(row["undone"] for row in audit)
+        else:
+            assert nodes.clean_within(CLEAN_WITHIN_S) == []
+
+
+def test_a_node_without_privilege_is_named_with_what_it_lacks(tmp_path: Path) -> None:
+    weak = tmp_path / "weak-pulse"
+    weak.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-all --inh-caps=-all {PULSE} "$@"\n')
+    weak.chmod(0o755)
+    with cluster(tmp_path, ["node0"], {"node0": weak}) as nodes:
+        arguments = command(nodes, tmp_path / "out", "-w", "node0")
+        done = subprocess.run(arguments, capture_output=True, text=True)
+        assert nodes.clean_within(CLEAN_WITHIN_S) == []
+    assert done.returncode == NO_DATA
+    assert "its check fails: capabilities" in done.stderr
