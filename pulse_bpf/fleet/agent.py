@@ -49,6 +49,7 @@ class Agent:
         self._id = os.urandom(8).hex()
         self._lines = bytearray()
         self._taken: list[bytes] = []
+        self._start_ns = 0
         self._root: Path | None = None
         self._scrub: Scrub | None = None
 
@@ -76,7 +77,7 @@ class Agent:
             )
             while True:
                 order = self._next_order()
-                if order.get("to") not in (self._id, "*"):
+                if self._id not in order.get("to", ()):
                     continue
                 do = order.get("do")
                 if do == "end":
@@ -109,7 +110,7 @@ class Agent:
         return self._root
 
     def _clock(self, order: dict[str, Any]) -> None:
-        self._tell("clock", {"asked": order["asked"], "wall_ns": time.time_ns()})
+        self._tell("clock", {"asked": order["asked"], "number": order["number"], "wall_ns": time.time_ns()})
 
     def _take(self, order: dict[str, Any]) -> None:
         self._taken.append(base64.b64decode(order["data"], validate=True))
@@ -125,8 +126,8 @@ class Agent:
 
     def _record(self, order: dict[str, Any]) -> None:
         out = self._directory() / "recording"
-        start_ns = int(order["starts_ns"][self._id])
-        command = [*_PULSE, *map(str, order["command"]), "-o", str(out), "--start-at", str(start_ns)]
+        self._start_ns = int(order["starts_ns"][self._id])
+        command = [*_PULSE, *map(str, order["command"]), "-o", str(out), "--start-at", str(self._start_ns)]
         _, said, status = self._work(command)
         lost = re.findall(r"late: ", said)
         if status not in (OK, PARTIAL) or not (out / "manifest.json").exists():
@@ -134,8 +135,8 @@ class Agent:
             return
         self._tell("recorded", {"status": status, "late": bool(lost), "said": said[-1000:]})
 
-    def _tables(self, order: dict[str, Any]) -> None:
-        self._part("tables", str(order["start_ns"]))
+    def _tables(self, _order: dict[str, Any]) -> None:
+        self._part("tables", str(self._start_ns))
 
     def _operators(self, _order: dict[str, Any]) -> None:
         flows = self._directory() / "flows.parquet"

@@ -123,7 +123,7 @@ def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board) -> Judg
     """Everything that concerns the nodes; afterwards nothing runs there any more."""
     patience_s = plan.patience_s
     sessions.wait("hello", "connecting", plan.way.connect_s + patience_s)
-    sessions.wait("clock", "asking its clock", patience_s)
+    sessions.ask_clocks(patience_s)
     if plan.checks:
         sessions.ask(sessions.live, "check")
         sessions.wait("check", "checking", patience_s)
@@ -135,9 +135,7 @@ def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board) -> Judg
     starts_ns = {node.agent: node.start_ns for node in nodes}
     sessions.ask(nodes, "record", command=plan.record, starts_ns=starts_ns)
     sessions.wait("record", "recording", LEAD_S + plan.seconds + patience_s)
-    for node in _some(sessions):
-        node.asked = "tables"
-        sessions.ask([node], "tables", start_ns=node.start_ns)
+    sessions.ask(_some(sessions), "tables")
     sessions.wait("tables", "sending its tables", patience_s)
     _some(sessions)
     board.say("finding whose traffic")
@@ -155,10 +153,11 @@ def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board) -> Judg
     wanted = {node.host for node in whole} if plan.raw else _worth_samples(judged)
     asked = [node for node in whole if node.host in wanted]
     if asked:
-        sessions.ask(asked, "samples")
         for node in whole:
-            if node not in asked:
-                node.done.add("samples")
+            node.done.add("samples")
+        for node in asked:
+            node.done.discard("samples")
+        sessions.ask(asked, "samples")
         board.say(f"fetching samples of {len(asked)} nodes")
         sessions.wait("samples", "sending samples", plan.seconds + patience_s)
     sessions.ask(sessions.live, "end")

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pulse_bpf.analysis import attribute, measure_with, metrics
-from pulse_bpf.analysis.bursts import CARRIED, Bursts
+from pulse_bpf.analysis.bursts import CARRIED, from_table
 from pulse_bpf.analysis.load import LAZY, load
 from pulse_bpf.analysis.ports import UNREADABLE
 from pulse_bpf.errors import DataError, PulseError
@@ -94,6 +94,8 @@ def accept(path: Path, node: str) -> None:
             nodes = pl.scan_parquet(path, hive_partitioning=False).select(pl.col("node").unique()).collect()
             if set(nodes["node"]) - {node}:
                 raise DataError(f"{what} has rows of another node")
+        if path.stem == "carried":
+            from_table(pl.read_parquet(path).drop("wire"), 0)
     except UNREADABLE as error:
         raise DataError(f"{what} cannot be read", str(error).splitlines()[0][:200]) from error
     except (KeyError, pa.ArrowException) as error:
@@ -101,11 +103,11 @@ def accept(path: Path, node: str) -> None:
 
 
 def merged_bursts(files: list[Path], start_ns: int) -> attribute.Carried:
-    """What the flows of all nodes carried first, from the files that these sent; DataError where they do not fit."""
-    from pulse_bpf.analysis.bursts import from_table
-
+    """What the flows of all nodes carried first, from the files that these sent; of a flow that two claim, one."""
     table = pl.concat([pl.DataFrame(schema=CARRIED_OF_NODE), *(pl.read_parquet(file) for file in files)])
-    bursts: Bursts = from_table(table.drop("wire"), start_ns)
+    bursts = from_table(
+        table.drop("wire").unique(["flow", "tx"], keep="first", maintain_order=True), start_ns
+    )
     return attribute.Carried(bursts, bool(table["wire"].any()))
 
 

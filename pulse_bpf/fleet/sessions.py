@@ -43,7 +43,6 @@ class Node:
     version: str = ""
     offset_ns: int = 0
     error_ns: int | None = None
-    clock_answers: int = 0
     start_ns: int | None = None
     late: bool = False
     received_bytes: int = 0
@@ -96,20 +95,17 @@ class Sessions:
         return self.live
 
     def ask(self, nodes: Sequence[Node], step: str, **content: Any) -> None:
-        """Asks all agents for a step, of which the `nodes` have to answer."""
+        """Asks the agents on `nodes` for a step."""
         for node in nodes:
             node.asked = step
-        if len(nodes) == len(self.nodes):
-            self._connections.tell_all(wire.order("*", step, **content))
-        else:
-            for node in nodes:
-                self._connections.tell(node.name, [wire.order(node.agent, step, **content)])
+        text = wire.order([node.agent for node in nodes], step, **content)
+        self._connections.tell([node.name for node in nodes], text)
 
     def hand(self, node: Node, step: str, data: bytes) -> None:
         """Asks a node's agent for a step that is about `data`."""
         node.asked = step
-        lines = [*wire.orders_of_data(node.agent, data), wire.order(node.agent, step)]
-        self._connections.tell(node.name, lines)
+        lines = [*wire.orders_of_data(node.agent, data), wire.order([node.agent], step)]
+        self._connections.tell([node.name], b"".join(lines))
 
     def fail(self, node: Node, reason: str) -> None:
         """From now on the node has no part in it; its agent undoes what it has done."""
@@ -117,12 +113,12 @@ class Sessions:
             node.reason = printable(reason)[:300]
             node.phase = "failed"
             self._forget(node)
-            self._connections.finish(node.name)
+            self._connections.finish([node.name])
             self._show()
 
     def finish(self, seconds: float) -> list[Node]:
         """Has all agents end, and waits for that so long; those that have not said so by then."""
-        self._connections.finish()
+        self._connections.finish([*self.nodes])
         until = time.monotonic() + seconds
         while any(node.agent and node.ended is None for node in self.nodes.values()):
             if time.monotonic() >= until:
@@ -213,12 +209,13 @@ class Sessions:
         if others:
             return self.fail(node, f"its host name is {host}, as that of {others[0].name}")
         node.done.add("hello")
-        self._ask_clock(node)
         return None
 
-    def _ask_clock(self, node: Node) -> None:
-        asked = wire.order(node.agent, "clock", asked=str(time.time_ns()))
-        self._connections.tell(node.name, [asked])
+    def ask_clocks(self, seconds: float) -> None:
+        """Asks all nodes for their time, some times; who does not answer within so long is out of it."""
+        for number in range(CLOCK_ASKED):
+            self.ask(self.live, "clock", asked=str(time.time_ns()), number=number)
+            self.wait(f"clock {number}", "asking its clock", seconds)
 
     def _clock(self, node: Node, content: dict[str, Any]) -> None:
         """What its clock shows lies between asking and answering; the quickest answer bounds it best."""
@@ -226,11 +223,7 @@ class Sessions:
         error_ns = max(0, now_ns - asked_ns) // 2
         if node.error_ns is None or error_ns < node.error_ns:
             node.offset_ns, node.error_ns = there_ns - (asked_ns + now_ns) // 2, error_ns
-        node.clock_answers += 1
-        if node.clock_answers < CLOCK_ASKED:
-            self._ask_clock(node)
-        else:
-            node.done.add("clock")
+        node.done.add(f"clock {int(content['number'])}")
 
     def _checked(self, node: Node, content: dict[str, Any]) -> None:
         for row in content["checks"]:

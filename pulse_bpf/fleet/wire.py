@@ -1,8 +1,8 @@
 """What goes between `pulse investigate` and the agent on a node: lines, and in them a tar archive.
 
 From the agent: MARK, a word and a JSON object, or for "data" base64. Other lines are what login scripts print, and are
-no concern. To the agent: a JSON object with `do`, and in `to` the id of the agent that is meant, or "*": where nodes
-are reached through others, all get the same lines. What comes from a node is not trusted: it may be any bytes.
+no concern. To the agent: a JSON object with `do`, and in `to` the ids of the agents that are meant: where nodes are
+reached through others, all get the same lines. What comes from a node is not trusted: it may be any bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import base64
 import binascii
 import json
 import tarfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -59,15 +59,15 @@ def parsed(text: bytes) -> Message | None:
         raise DataError("a message cannot be read", str(error)[:100]) from error
 
 
-def order(to: str, do: str, **content: Any) -> bytes:
-    """A line for the agent `to`, or for all ("*")."""
+def order(to: Sequence[str], do: str, **content: Any) -> bytes:
+    """A line for the agents of these ids."""
     return json.dumps({"to": to, "do": do, **content}, separators=(",", ":")).encode() + b"\n"
 
 
 def orders_of_data(to: str, data: bytes) -> list[bytes]:
     """Lines for an agent that hand it `data`, which the order that follows is about."""
     return [
-        order(to, "take", data=base64.b64encode(data[begin : begin + DATA_BYTES]).decode())
+        order([to], "take", data=base64.b64encode(data[begin : begin + DATA_BYTES]).decode())
         for begin in range(0, len(data), DATA_BYTES)
     ]
 

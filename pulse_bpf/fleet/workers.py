@@ -98,7 +98,7 @@ class Connections:
 
     def __init__(self, nodes: Sequence[str], way: Way) -> None:
         self.events: queue.Queue[Event] = queue.Queue(MOST_WAITING)
-        self.open = set(nodes)
+        self._count = len(nodes)
         self._closing = threading.Event()
         self._task = Task(defaults=None)
         self._task.set_default("stdout_msgtree", False)
@@ -111,7 +111,7 @@ class Connections:
         self._workers: dict[str, Any] = {}
         self._everyone: Any = None
         handler = _Handler(self.events, self._closing)
-        self._orders: deque[tuple[str, bytes | None]] = deque()
+        self._orders: deque[tuple[tuple[str, ...], bytes | None]] = deque()
         self._woken = threading.Lock()
         self._port = self._task.port(handler=_Orders(self._send))
         if way.topology is not None:
@@ -130,20 +130,16 @@ class Connections:
                 self._task.schedule(self._workers[node])
         self._task.resume()
 
-    def tell(self, node: str, lines: Sequence[bytes]) -> None:
-        """Sends `lines` to the agent on a node; through a tree to all, as they say whom they mean."""
-        self._order(node, b"".join(lines))
+    def tell(self, nodes: Sequence[str], text: bytes) -> None:
+        """Sends lines to the agents on some nodes; through a tree they go to all, and say whom they mean."""
+        self._order(nodes, text)
 
-    def tell_all(self, text: bytes) -> None:
-        """Sends a line to all agents."""
-        self._order("", text)
+    def finish(self, nodes: Sequence[str]) -> None:
+        """Tells the agents on some nodes that nothing more will come, so that they undo all and end.
 
-    def finish(self, node: str = "") -> None:
-        """Tells the agent on a node, or all, that nothing more will come, so that they undo all and end.
-
-        Through a tree a single one cannot be told; it is when all are.
+        Through a tree single ones cannot be told, only all.
         """
-        self._order(node, None)
+        self._order(nodes, None)
 
     def close(self) -> None:
         """Cuts all connections that are still open, without waiting for anything."""
@@ -151,8 +147,8 @@ class Connections:
         self._task.abort(kill=True)
         self._task.join()
 
-    def _order(self, node: str, text: bytes | None) -> None:
-        self._orders.append((node, text))
+    def _order(self, nodes: Sequence[str], text: bytes | None) -> None:
+        self._orders.append((tuple(nodes), text))
         # At most one message is on its way, so that this never waits for a thread that waits for its caller.
         if self._woken.acquire(blocking=False):
             self._port.msg_send(None)
@@ -161,14 +157,14 @@ class Connections:
         """In ClusterShell's thread."""
         self._woken.release()
         while self._orders:
-            node, text = self._orders.popleft()
+            nodes, text = self._orders.popleft()
             if self._everyone is not None:
                 if text is not None:
                     self._everyone.write(text)
-                elif not node:
+                elif len(nodes) == self._count:
                     self._everyone.set_write_eof()
                 continue
-            for worker in [self._workers[node]] if node else list(self._workers.values()):
+            for worker in [self._workers[node] for node in nodes]:
                 if text is None:
                     worker.set_write_eof()
                 else:
