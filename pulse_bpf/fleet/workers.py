@@ -7,11 +7,13 @@ and lines that go. The remote command is one constant, quoted for the shell that
 from __future__ import annotations
 
 import queue
+import resource
 import shlex
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ from ClusterShell.Task import Task
 from ClusterShell.Worker.Exec import ExecClient, ExecWorker
 from ClusterShell.Worker.Ssh import SshClient, WorkerSsh
 
-from pulse_bpf.errors import UsageError
+from pulse_bpf.errors import HostError, UsageError
 
 # Lines that wait to be looked at: of data, 32 MB.
 MOST_WAITING = 1024
@@ -97,6 +99,7 @@ class Connections:
     """A connection to each of `nodes`, opened at once, and closed by `close`."""
 
     def __init__(self, nodes: Sequence[str], way: Way) -> None:
+        _let_open(4 * len(nodes) + 256)
         self.events: queue.Queue[Event] = queue.Queue(MOST_WAITING)
         self._count = len(nodes)
         self._closing = threading.Event()
@@ -110,36 +113,28 @@ class Connections:
             self._task.set_info(name, value)
         self._workers: dict[str, Any] = {}
         self._everyone: Any = None
-        handler = _Handler(self.events, self._closing)
-        self._orders: deque[tuple[tuple[str, ...], bytes | None]] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
         self._woken = threading.Lock()
-        self._port = self._task.port(handler=_Orders(self._send))
+        self._port = self._task.port(handler=_Orders(self._obey))
         if way.topology is not None:
             try:
                 self._task.load_topology(str(way.topology))
             except Exception as error:
                 raise UsageError(f"cannot use the topology {way.topology}", str(error)) from error
             self._task.set_info("grooming_delay", 0.05)
-            command = shlex.join(way.command)
-            self._everyone = self._task.shell(
-                command, nodes=",".join(nodes), handler=handler, stderr=True, tree=True
-            )
-        else:
-            for node in nodes:
-                self._workers[node] = _worker(way, node, handler)
-                self._task.schedule(self._workers[node])
         self._task.resume()
+        self._order(partial(self._open, tuple(nodes), way))
 
     def tell(self, nodes: Sequence[str], text: bytes) -> None:
         """Sends lines to the agents on some nodes; through a tree they go to all, and say whom they mean."""
-        self._order(nodes, text)
+        self._order(partial(self._send, tuple(nodes), text))
 
     def finish(self, nodes: Sequence[str]) -> None:
         """Tells the agents on some nodes that nothing more will come, so that they undo all and end.
 
         Through a tree single ones cannot be told, only all.
         """
-        self._order(nodes, None)
+        self._order(partial(self._send, tuple(nodes), None))
 
     def close(self) -> None:
         """Cuts all connections that are still open, without waiting for anything."""
@@ -147,28 +142,54 @@ class Connections:
         self._task.abort(kill=True)
         self._task.join()
 
-    def _order(self, nodes: Sequence[str], text: bytes | None) -> None:
-        self._orders.append((tuple(nodes), text))
+    def _order(self, order: Callable[[], None]) -> None:
+        self._orders.append(order)
         # At most one message is on its way, so that this never waits for a thread that waits for its caller.
         if self._woken.acquire(blocking=False):
             self._port.msg_send(None)
 
-    def _send(self) -> None:
-        """In ClusterShell's thread."""
+    # The rest runs in ClusterShell's thread.
+
+    def _obey(self) -> None:
         self._woken.release()
         while self._orders:
-            nodes, text = self._orders.popleft()
-            if self._everyone is not None:
-                if text is not None:
-                    self._everyone.write(text)
-                elif len(nodes) == self._count:
-                    self._everyone.set_write_eof()
-                continue
-            for worker in [self._workers[node] for node in nodes]:
-                if text is None:
-                    worker.set_write_eof()
-                else:
-                    worker.write(text)
+            self._orders.popleft()()
+
+    def _open(self, nodes: Sequence[str], way: Way) -> None:
+        handler = _Handler(self.events, self._closing)
+        if way.topology is not None:
+            self._everyone = self._task.shell(
+                shlex.join(way.command), nodes=",".join(nodes), handler=handler, stderr=True, tree=True
+            )
+            return
+        for node in nodes:
+            self._workers[node] = _worker(way, node, handler)
+            self._task.schedule(self._workers[node])
+
+    def _send(self, nodes: Sequence[str], text: bytes | None) -> None:
+        """Lines to the agents on `nodes`, or the end of all lines."""
+        if self._everyone is None:
+            workers = [self._workers[node] for node in nodes]
+        else:
+            workers = [self._everyone] if text is not None or len(nodes) == self._count else []
+        for worker in workers:
+            if text is None:
+                worker.set_write_eof()
+            else:
+                worker.write(text)
+
+
+def _let_open(files: int) -> None:
+    """Raises the limit of open files of this process, of which each connection has three, to at least `files`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < files:
+        raise HostError(
+            f"{files} files must be open at once, and {hard} may be",
+            "",
+            "Raise it (ulimit -Hn), or use --topology",
+        )
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
 
 
 class _Handler(EventHandler):  # type: ignore[misc]
@@ -193,13 +214,13 @@ class _Handler(EventHandler):  # type: ignore[misc]
 
 
 class _Orders(EventHandler):  # type: ignore[misc]
-    """Takes what the caller wants sent into ClusterShell's thread."""
+    """Wakes ClusterShell's thread for what its caller wants."""
 
-    def __init__(self, send: Any) -> None:
-        self._send = send
+    def __init__(self, obey: Callable[[], None]) -> None:
+        self._obey = obey
 
     def ev_msg(self, port: Any, msg: None) -> None:
-        self._send()
+        self._obey()
 
 
 class _OwnClient(ExecClient):  # type: ignore[misc]
