@@ -1,4 +1,4 @@
-/* A stand-in for `pulse agent`: answers every order at once, with an archive of so many bytes where one is
+/* A stand-in for `pulse node`: answers every order at once, with an archive of so many bytes where one is
  * due.
  *
  * usage: fleet_agent NAME BYTES

@@ -183,9 +183,9 @@ def test_hostile_labels_and_namespaces_are_refused(label: str, namespace: str) -
 
 
 def test_what_is_run_for_a_node() -> None:
-    agent = ("/opt/pulse dir/pulse", "agent")
+    agent = ("/opt/pulse dir/pulse", "node")
     ssh = Way("ssh", agent, 10.0, ssh_config=Path("/etc/my config")).on_node("gpu1")
-    assert ssh[-2:] == ["gpu1", "'/opt/pulse dir/pulse' agent"], "for the shell that sshd starts"
+    assert ssh[-2:] == ["gpu1", "'/opt/pulse dir/pulse' node"], "for the shell that sshd starts"
     assert ssh[ssh.index("-F") + 1] == "/etc/my config"
     assert "-oBatchMode=yes" in ssh
     slurm = Way("slurm", agent, 10.0, job="4711").on_node("gpu1")

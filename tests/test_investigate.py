@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
+from live import compiled, entry_bytes, real_nccl
+from live import running as running_program
 from polars.testing import assert_frame_equal
 from ssh_nodes import PULSE, Cluster, cluster
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
+from pulse_bpf.elf import Elf
 from pulse_bpf.errors import NO_DATA, OK, PARTIAL
 from pulse_bpf.lab.sim.simulate import simulate
+from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 
 pytestmark = pytest.mark.root
 
@@ -28,6 +33,8 @@ NODES = [f"node{number}" for number in range(8)]
 SLOW = "node1"
 # Everything undone: agents have seconds for it, and machines that run tests are busy.
 CLEAN_WITHIN_S = 30
+# The kernel takes a breakpoint out of a process's memory a moment after the last of its users has let go.
+RESTORED_WITHIN_S = 2
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,17 @@ def doing(nodes: Cluster, name: str, *words: str) -> list[int]:
     return found
 
 
+def others_attached() -> bool:
+    """Whether any process holds a probe."""
+    for directory in Path("/proc").glob("[0-9]*/fd"):
+        with suppress(OSError):
+            for path in directory.iterdir():
+                with suppress(OSError):
+                    if re.search("bpf_link|perf_event", os.readlink(path)):
+                        return True
+    return False
+
+
 def test_the_slow_node_is_named_by_one_command(tmp_path: Path, job: Path) -> None:
     output = tmp_path / "out"
     with cluster(tmp_path, NODES) as nodes:
@@ -121,7 +139,7 @@ def test_the_slow_node_is_named_by_one_command(tmp_path: Path, job: Path) -> Non
 
 def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: Path) -> None:
     old = tmp_path / "old-pulse"
-    old.write_text("#!/bin/sh\necho \"pulse: error: argument VERB: invalid choice: 'agent'\" >&2\nexit 2\n")
+    old.write_text("#!/bin/sh\necho \"pulse: error: argument VERB: invalid choice: 'node'\" >&2\nexit 2\n")
     old.chmod(0o755)
     output = tmp_path / "out"
     up = [name for name in NODES if name != "node0"]
@@ -133,7 +151,7 @@ def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: 
         try:
             with running(nodes, output, "-w", "node[0-7]", "--rehearse", job, "-d", "2") as process:
                 await_(lambda: doing(nodes, "node6", "lab", "play"), process, "node6 records")
-                for pid in doing(nodes, "node6", "agent"):
+                for pid in doing(nodes, "node6", "pulse\0node"):
                     os.kill(pid, signal.SIGKILL)
                 stdout, stderr = process.communicate()
             assert process.returncode == PARTIAL, stderr
@@ -183,6 +201,50 @@ def test_nothing_is_left_on_a_node_when_it_ends_in_the_middle(
             assert nodes.clean_within(CLEAN_WITHIN_S) == []
 
 
+@pytest.mark.bcc
+@pytest.mark.parametrize("end", ["in time", "Ctrl-C"])
+def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> None:
+    """Two nodes that share this kernel both record the one process that calls NCCL: each attaches, and lets go."""
+    library = real_nccl()
+    with Elf(library) as elf:
+        code = {name: elf.code(function) for name, function in elf.functions(ACCESSORS).items()}
+        rank_at = rank_offset(code, elf.machine)
+    caller = [compiled("nccl_loop.c", tmp_path, "-ldl"), library, str(rank_at), "ncclAllReduce"]
+    output = tmp_path / "out"
+
+    def armed() -> bool:
+        in_memory, in_file = entry_bytes(target.pid, library)
+        return in_memory != in_file
+
+    with running_program(caller) as target, cluster(tmp_path, NODES[:2]) as nodes:
+        target.begin("0 2000")
+        seconds = "3" if end == "in time" else "100"
+        with running(nodes, output, "-w", "node[0-1]", "-d", seconds) as process:
+            await_(
+                lambda: armed() and doing(nodes, "node0", "record") and doing(nodes, "node1", "record"),
+                process,
+                "both record",
+            )
+            if end == "Ctrl-C":
+                process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate()
+        restored_by = time.monotonic() + RESTORED_WITHIN_S
+        # Others on this kernel that record everything hold the same places.
+        while armed() and not others_attached():
+            assert time.monotonic() < restored_by
+        assert nodes.clean_within(CLEAN_WITHIN_S) == []
+        _, _, wrong = map(int, target.act().split())
+        assert wrong == 0
+    assert process.returncode == (OK if end == "in time" else PARTIAL), stderr
+    if end == "in time":
+        findings = json.loads(stdout)
+        assert findings["verdict"] == "undecided", "there is no traffic to judge"
+        ops = pl.read_parquet(output / "ops/*.parquet")
+        assert sorted(ops["node"].unique()) == NODES[:2]
+        starts_ns = ops.group_by("node").agg(pl.col("call_ns").min())["call_ns"]
+        assert starts_ns.max() - starts_ns.min() < 0.1e9  # type: ignore[operator]
+
+
 def test_a_node_without_privilege_is_named_with_what_it_lacks(tmp_path: Path) -> None:
     weak = tmp_path / "weak-pulse"
     weak.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-all --inh-caps=-all {PULSE} "$@"\n')
@@ -193,3 +255,60 @@ def test_a_node_without_privilege_is_named_with_what_it_lacks(tmp_path: Path) ->
         assert nodes.clean_within(CLEAN_WITHIN_S) == []
     assert done.returncode == NO_DATA
     assert "its check fails: capabilities" in done.stderr
+
+
+# What both do for this: they run what follows their options, on the node that is named, as a host of that name.
+_ON_NODE = """unshare --uts env TMPDIR={tmp} sh -c 'hostname "$0"; exec "$@"' "$node" "$@" """
+_SRUN = """#!/bin/sh
+for argument; do
+    case $1 in
+        --nodelist=*) node=${1#--nodelist=} ;;
+        --jobid=4711|--overlap|--nodes=1|--ntasks=1|--unbuffered|--quiet|--input=0) ;;
+        -*) echo "srun: unrecognized option '$1'" >&2; exit 1 ;;
+        *) break ;;
+    esac
+    shift
+done
+"""
+_SQUEUE = "#!/bin/sh\necho 'node[0-1]'\n"
+_KUBECTL = """#!/bin/sh
+[ "$1" = get ] && exec cat {pods}
+[ "$1 $2 $3" = "exec -i --namespace=ops" ] || exit 1
+node=node${{4#pulse-}}
+shift 5
+"""
+
+
+@pytest.mark.parametrize("worker", ["slurm", "k8s"])
+def test_nodes_are_reached_by_what_a_cluster_has(
+    tmp_path: Path, job: Path, worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through doubles of the programs of Slurm and Kubernetes, which take just the options that are documented."""
+    tmp, output = tmp_path / "tmp", tmp_path / "out"
+    tmp.mkdir()
+    pods = [
+        {"metadata": {"name": f"pulse-{n}"}, "spec": {"nodeName": f"node{n}"}, "status": {"phase": "Running"}}
+        for n in (0, 1)
+    ]
+    (tmp_path / "pods").write_text(json.dumps({"items": pods}))
+    on_node = _ON_NODE.format(tmp=tmp)
+    for name, text in (
+        ("srun", _SRUN + on_node),
+        ("squeue", _SQUEUE),
+        ("kubectl", _KUBECTL.format(pods=tmp_path / "pods") + on_node),
+    ):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    given = ["--job", "4711"] if worker == "slurm" else ["--label", "app=pulse", "--namespace", "ops"]
+    options = ["--worker", worker, "--pulse", PULSE, "-o", output, "--json", "--patience", "100", "-d", "1"]
+    arguments = [PULSE, "investigate", *given, *options, "--rehearse", job]
+    planned = subprocess.run([*arguments, "--dry-run"], capture_output=True, text=True, check=True)
+    assert planned.stdout.count("setsid") == 2
+    assert not output.exists()
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    assert done.returncode == OK, done.stderr
+    findings = json.loads(done.stdout)
+    assert findings["verdict"] != "healthy", "six of its eight nodes were not seen"
+    assert findings["coverage"]["nodes"] == ["node0", "node1"]
+    assert not list(tmp.iterdir())

@@ -1,4 +1,4 @@
-"""`pulse agent`: what `pulse investigate` runs on a node, over the stdin and stdout of one connection.
+"""`pulse node`: the agent that `pulse investigate` runs on a node, over the stdin and stdout of one connection.
 
 It does one thing after the other as it is told (wire.py), each in a process of its own, in a private directory. When
 the connection ends, for whatever reason, or nobody says anything for long, whatever runs is ended and the directory

@@ -1,4 +1,4 @@
-"""`pulse investigate` and `pulse agent`: their arguments."""
+"""`pulse investigate` and `pulse node`: their arguments."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def add_commands(verbs: Any) -> None:
     )
     ask.set_defaults(func=_investigate)
 
-    agent = verbs.add_parser("agent", help="what `pulse investigate` runs on a node; for no one else")
-    agent.set_defaults(func=_agent)
+    node = verbs.add_parser("node", help="what `pulse investigate` runs on each node; for no one else")
+    node.set_defaults(func=_node)
 
 
-def _agent(_arguments: argparse.Namespace) -> int:
+def _node(_arguments: argparse.Namespace) -> int:
     from pulse_bpf.fleet.agent import serve
 
     return serve()
@@ -100,7 +100,7 @@ def _investigate(arguments: argparse.Namespace) -> int:
         nodes=tuple(names),
         way=Way(
             worker=arguments.worker,
-            command=(*(["sudo", "-n"] if arguments.sudo else []), arguments.pulse, "agent"),
+            command=(*(["sudo", "-n"] if arguments.sudo else []), arguments.pulse, "node"),
             connect_s=10.0,
             ssh_config=arguments.ssh_config,
             job=arguments.job,

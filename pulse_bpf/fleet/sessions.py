@@ -203,7 +203,7 @@ class Sessions:
         if node.version != __version__:
             return self.fail(
                 node,
-                f"it has pulse {node.version}, not {__version__} as here: install the same, or --bootstrap",
+                f"it has pulse {node.version}, not {__version__} as here: install the same",
             )
         others = [other for other in self.nodes.values() if other is not node and other.host == host]
         if others:
@@ -269,7 +269,7 @@ class Sessions:
         if node.ended == 255:
             return f"it cannot be reached: {last or 'ssh fails'}"
         if node.ended == 127:
-            return "it has no such pulse: install it there, say where with --pulse, or use --bootstrap"
+            return "it has no such pulse: install it there, or say with --pulse where it is"
         if node.ended == 2 and "invalid choice" in node.said.decode(errors="replace"):
-            return f"its pulse is too old to be asked, and not {__version__} as here: install the same"
+            return f"its pulse is of another version, too old to be asked, than {__version__} here: install the same"
         return f"its pulse does not start (exit status {node.ended}): {last}"
