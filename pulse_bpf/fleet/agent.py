@@ -151,8 +151,9 @@ class Agent:
         """Has a part of the recording made, and sends it."""
         out = self._directory() / step
         out.mkdir()
-        command = [sys.executable, "-m", "pulse_bpf.fleet.parts", step, str(self._directory() / "recording")]
-        _, said, status = self._work([*command, str(out), *rest])
+        # The job goes on meanwhile, and has priority.
+        command = ["nice", "-n", "19", sys.executable, "-m", "pulse_bpf.fleet.parts", step]
+        _, said, status = self._work([*command, str(self._directory() / "recording"), str(out), *rest])
         if status != OK:
             why = _last_line(said) or f"exit status {status}"
             self._tell("failed", {"step": step, "why": why})
