@@ -12,41 +12,46 @@ from pulse_bpf.analysis.compiled import compiled
 
 # Recorders attach to the ranks of a job one after the other; more operators than this do not pass meanwhile.
 MAX_SHIFT = 16
+# Clocks that are wrong by no more than this, and bins that are narrower, tell which calls are of one iteration.
+ITERATIONS_NS = 1_000_000
 # Two-sided calls, of which both ends move the same, to this accuracy.
 TWO_SIDED, SAME_BYTES = ("Send", "Recv", "Group"), 0.01
 # How much a constant distance in time counts, which may be that of two clocks, beside one that varies.
 CLOCKS = 0.1
 # Whether a rank's shift is still to be found, was found, or does not exist.
 LEFT, FOUND, FAILED = 0, 1, 2
+UNKNOWN_NS = np.iinfo(np.int64).max
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
-def align(operators: pl.DataFrame) -> pl.DataFrame:
+def align(operators: pl.DataFrame, error_ns: int | None = None) -> pl.DataFrame:
     """`operators` with `step` (i64): equal for rows of one operator of a communicator on all its ranks.
 
     NCCL's own number is taken where every rank has it. Otherwise each rank's observed sequence is shifted against
     that of another, so that kinds and sizes agree, what one sends is what the other gets, and calls are at most evenly
     apart in time: this assumes that volumes or the times between calls are uneven, or that the clocks of the nodes
     differ by less than half the time between equal operators, and fails for point-to-point calls that only some ranks
-    make. `step` is null where no shift fits, and in rows without a call.
+    make. `step` is null where no shift fits, and in rows without a call. A process that stood still as recording began
+    makes the calls of a whole iteration after that, which others had made before: where times are wrong by at most
+    `error_ns` (None: unknown), these are told by that nobody ends an operator before whom it exchanges with has called.
     """
     rank = ["comm_id", "rank"]
-    calls = operators.select(*rank, "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq").filter(
-        pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null()
-    )
+    call = operators.filter(pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null())
+    calls = call.select(*rank, "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq")
     known = calls.group_by("comm_id").agg(pl.col("nccl_seq").null_count() == 0)
     numbered = known.filter("nccl_seq").select("comm_id")
     counted = (
         calls.join(numbered, on="comm_id", how="anti")
         .unique([*rank, "op_seq"])
+        .join(_ended(call, error_ns), on=[*rank, "op_seq"], how="left")
         .sort(*rank, "op_seq")
         .with_columns(what=pl.struct("kind", "op_bytes").rank("dense").cast(pl.Int64))
     )
     ranks = counted.group_by(rank, maintain_order=True).agg(calls=pl.len().cast(pl.Int64))
     sequences = _sequences(counted, ranks, operators)
-    shift, state = _shifts(sequences, MAX_SHIFT, SAME_BYTES, CLOCKS)
+    shift, state = _shifts(sequences, MAX_SHIFT, SAME_BYTES, CLOCKS, ITERATIONS_NS)
     found = ranks.select(rank).with_columns(shift=pl.Series(shift)).filter(pl.Series(state == FOUND))
     own = operators.select(rank).join(found, on=rank, how="left", maintain_order="left")["shift"]
     theirs = pl.when(pl.col("comm_id").is_in(numbered["comm_id"].implode())).then(
@@ -55,17 +60,25 @@ def align(operators: pl.DataFrame) -> pl.DataFrame:
     return operators.with_columns(step=pl.coalesce(theirs, pl.col("op_seq").cast(pl.Int64) + own))
 
 
+def _ended(calls: pl.DataFrame, error_ns: int | None) -> pl.DataFrame:
+    """`ended_ns` (i64) of each operator of a rank of which that is known; what moved before a call was none of its."""
+    after = (pl.col("last_byte_ns") > pl.col("call_ns")) & (pl.col("bin_ns") < ITERATIONS_NS)
+    timed = calls.filter(after if error_ns is not None and error_ns <= ITERATIONS_NS else pl.lit(False))
+    return timed.group_by("comm_id", "rank", "op_seq").agg(ended_ns=pl.col("last_byte_ns").max())
+
+
 class _Sequences(NamedTuple):
     """The operators of each rank in order, and what it exchanges with which other; each `begin` has one more entry.
 
-    `begin`: of each rank in `what` (equal for equal calls) and `call_ns`; `comm_begin`: of each communicator in the
-    ranks; `edge_begin`: of each rank in the edges, one for each peer (place among the ranks, -1: none) and direction,
-    with the same as the peer has it (`back`, -1: none); `item_begin`: of each edge in `at` (which of the rank's
-    operators) and `moved` (bytes).
+    `begin`: of each rank in `what` (equal for equal calls), `call_ns` and `ended_ns`; `comm_begin`: of each
+    communicator in the ranks; `edge_begin`: of each rank in the edges, one for each peer (place among the ranks, -1:
+    none) and direction, with the same as the peer has it (`back`, -1: none); `item_begin`: of each edge in `at` (which
+    of the rank's operators) and `moved` (bytes).
     """
 
     what: Longs
     call_ns: Longs
+    ended_ns: Longs
     begin: Longs
     comm_begin: Longs
     edge_begin: Longs
@@ -108,6 +121,7 @@ def _sequences(counted: pl.DataFrame, ranks: pl.DataFrame, operators: pl.DataFra
     return _Sequences(
         _longs(counted["what"]),
         _longs(counted["call_ns"]),
+        _longs(counted["ended_ns"].fill_null(UNKNOWN_NS)),
         _begins(ranks["calls"]),
         _begins(of_comms),
         np.searchsorted(_longs(edges["place"]), np.arange(ranks.height + 1)),
@@ -128,7 +142,9 @@ def _begins(lengths: pl.Series) -> Longs:
 
 
 @compiled
-def _shifts(seen: _Sequences, most: int, same_bytes: float, clocks: float) -> tuple[Longs, Longs]:
+def _shifts(
+    seen: _Sequences, most: int, same_bytes: float, clocks: float, iterations_ns: int
+) -> tuple[Longs, Longs]:
     """By how much the numbers of each rank must grow to match those of the rank of its communicator with most; and
     whether that was FOUND.
 
@@ -158,7 +174,7 @@ def _shifts(seen: _Sequences, most: int, same_bytes: float, clocks: float) -> tu
                 if known >= 0:
                     chosen, other = rank, known
                     break
-            fits, by = _shift(seen, chosen, other, most, same_bytes, clocks)
+            fits, by = _shift(seen, chosen, other, most, same_bytes, clocks, iterations_ns)
             state[chosen] = FOUND if fits else FAILED
             shift[chosen] = by + shift[other]
     return shift, state
@@ -166,25 +182,40 @@ def _shifts(seen: _Sequences, most: int, same_bytes: float, clocks: float) -> tu
 
 @compiled
 def _shift(
-    seen: _Sequences, rank: int, other: int, most: int, same_bytes: float, clocks: float
+    seen: _Sequences, rank: int, other: int, most: int, same_bytes: float, clocks: float, iterations_ns: int
 ) -> tuple[bool, int]:
     """Whether some shift makes the numbers of `rank` match those of `other`, and the best."""
     what = seen.what[seen.begin[rank] : seen.begin[rank + 1]]
     call_ns = seen.call_ns[seen.begin[rank] : seen.begin[rank + 1]]
+    ended_ns = seen.ended_ns[seen.begin[rank] : seen.begin[rank + 1]]
     other_what = seen.what[seen.begin[other] : seen.begin[other + 1]]
     other_ns = seen.call_ns[seen.begin[other] : seen.begin[other + 1]]
-    fits, best, least_unequal, least_apart = False, 0, 0.0, 0.0
-    for shift in range(-most, most + 1):
+    other_ended_ns = seen.ended_ns[seen.begin[other] : seen.begin[other + 1]]
+    # By how much the numbers differ if the first calls of the two were made at one time.
+    by_time = 0
+    if np.any(ended_ns != UNKNOWN_NS) and np.any(other_ended_ns != UNKNOWN_NS):
+        by_time = np.searchsorted(other_ns, call_ns[0]) - np.searchsorted(call_ns, other_ns[0])
+    fits, best, least = False, 0, (0.0, 0.0, 0.0)
+    for shift in range(min(0, by_time) - most, max(0, by_time) + most + 1):
         begin, end = max(0, shift), min(len(other_what), len(what) + shift)
-        if end <= begin or not np.array_equal(what[begin - shift : end - shift], other_what[begin:end]):
+        if end <= begin or (abs(shift) > most and abs(shift - by_time) > most):
+            continue
+        # A few calls of two long sequences are as near in time whatever they are.
+        if abs(shift) > most and 2 * (end - begin) < len(what):
+            continue
+        if not np.array_equal(what[begin - shift : end - shift], other_what[begin:end]):
             continue
         # The mean, since calls come in volleys: next to it, only those at the edge of a volley are far apart.
         later_ns = call_ns[begin - shift : end - shift] - other_ns[begin:end]
         usual_ns = float(np.median(later_ns))
         apart = float(np.mean(np.abs(later_ns - usual_ns))) + clocks * abs(usual_ns)
+        early = (ended_ns[begin - shift : end - shift] < other_ns[begin:end] - iterations_ns) | (
+            other_ended_ns[begin:end] < call_ns[begin - shift : end - shift] - iterations_ns
+        )
         unequal = _unequal(seen, rank, other, begin, end, shift, same_bytes)
-        if not fits or unequal < least_unequal or (unequal == least_unequal and apart < least_apart):
-            fits, best, least_unequal, least_apart = True, shift, unequal, apart
+        fit = float(np.rint(10 * early.mean()) / 10), unequal, apart
+        if not fits or fit < least:
+            fits, best, least = True, shift, fit
     return fits, best
 
 

@@ -9,12 +9,14 @@ import polars as pl
 
 from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
+from pulse_bpf.analysis.held import find_held
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.inside import behind_ports, find_inside
 from pulse_bpf.analysis.lags import lags
 from pulse_bpf.analysis.late import find_late
 from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
+from pulse_bpf.analysis.passing import not_passed_on
 from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import marks
 from pulse_bpf.analysis.slow import find_slow
@@ -30,8 +32,6 @@ MUCH_UNSEEN = 0.3
 MOST_FAULTS = 2
 # Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
 WAITED = 0.7
-# Two ports whose speeds differ by no more are as slow as each other.
-ALIKE = 1.02
 # So sure of a machine that it is late by itself, it is one cause, whatever else is slow.
 SURE = 0.84
 
@@ -53,7 +53,7 @@ def find_causes(
     those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
     """
     found, unexplained = _causes(aligned, flows, tables, signals, one_clock)
-    found = behind_ports(aligned, _not_passed_on(aligned, found))
+    found = behind_ports(aligned, not_passed_on(aligned, tables.get("channels"), found))
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind, waits = _beside_unseen(aligned)
     unsure = [
@@ -95,6 +95,8 @@ def _causes(
         places = {place for item in capped for place in (item.node, *(item.nodes or ()))}
         if network or len(places) >= MOST_FAULTS:
             late = []
+        elif not late and one_clock:
+            late = find_held(aligned, tables["nics"])
         return [*capped, *network, *(item for item in late if item.node not in places)], []
     if pressed(asked):
         # Whom the network slows down makes others late, and which rank is late by itself is not known.
@@ -111,35 +113,11 @@ def _causes(
         places = {place for item in slow for place in (item.node, *(item.nodes or ()))}
         slow = [*slow, *(item for item in sure if item.node not in places)]
     found = slow if slow or unexplained else late
-    if not found and (inside := find_inside(aligned)):
-        # What flows in fits and starts through a machine that is slow inside seems slow now and then.
-        return inside, []
-    return found, unexplained
-
-
-def _not_passed_on(aligned: pl.DataFrame, found: list[Finding]) -> list[Finding]:
-    """`found` without ports as slow as another one that sends to their machine, or gets from it, and that lost more.
-
-    A ring passes on what it gets at the speed at which it comes, and takes it no faster than it can pass it on: in
-    wide bins that looks like two slow ports. Two that are really as slow as each other and neighbours count as one.
-    """
-    sends = aligned.filter(pl.col("level") == "flow", pl.col("direction") == "tx")
-    edges = set(sends.select("node", "nic", "peer_node").unique().iter_rows())
-    speed_of = {id(item): item.evidence[0].value for item in found if item.scope == "nic" and item.evidence}
-
-    def one(item: Finding, other: Finding) -> bool:
-        if item is other or not {id(item), id(other)} <= speed_of.keys():
-            return False
-        joined = {(item.node, item.nic, other.node), (other.node, other.nic, item.node)} & edges
-        speeds = sorted((speed_of[id(item)], speed_of[id(other)]))
-        alike = item.evidence[0].metric == other.evidence[0].metric and speeds[1] <= ALIKE * speeds[0]
-        return bool(joined) and alike
-
-    return [
-        item
-        for item in found
-        if not any(one(item, other) and (item.lost_ns or 0) < (other.lost_ns or 0) for other in found)
-    ]
+    if found:
+        return found, unexplained
+    # What flows in fits and starts through a machine that is slow inside seems slow now and then.
+    inside = find_inside(aligned) or (find_held(aligned, tables["nics"]) if one_clock else [])
+    return inside, [] if inside else unexplained
 
 
 def _beside_unseen(aligned: pl.DataFrame) -> tuple[set[str], set[str]]:

@@ -18,8 +18,10 @@ LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
 # Operators in wider bins are known by their bytes; when they were is not known well enough.
 WIDE_BINS_NS = 5_000_000
 # All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, and
-# be seen so often: often, or less often but clearly.
-ENOUGH = ((0.03, 5.0, 5), (0.02, 10.0, 3), (0.05, 20.0, 1))
+# be seen so often, in so many volleys of calls: often, or less often but clearly.
+ENOUGH = ((0.03, 5.0, 5, 1), (0.02, 10.0, 3, 2), (0.05, 20.0, 1, 1))
+# Calls that are further apart are no volley: what comes late to one comes late to all that it called with it.
+VOLLEY_NS = 2_000_000
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
 # Of a stage's operators from its first late one to its last, those that must be late, and how many at least.
@@ -247,10 +249,18 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         .sort("cost_ns", "node", "team", descending=[True, False, False])
         .unique("node", keep="first", maintain_order=True)
+        .join(_volleys(founded), on="node", how="left")
         .join(_seldom(founded, compared).with_columns(seldom=True), on=["node", "team"], how="left")
         .sort("cost_ns", "node", descending=[True, False])
     )
     return costs, machines
+
+
+def _volleys(late: pl.DataFrame) -> pl.DataFrame:
+    """In how many `volleys` of calls each node was late."""
+    calls = late.select("node", "call_ns").unique().sort("node", "call_ns")
+    apart = pl.col("call_ns").diff().over("node") > VOLLEY_NS
+    return calls.with_columns(volleys=apart.fill_null(True)).group_by("node").agg(pl.col("volleys").sum())
 
 
 def _seldom(late: pl.DataFrame, compared: pl.DataFrame) -> pl.DataFrame:
@@ -278,11 +288,11 @@ def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> 
     """The machine that is late by far the most; None when lateness is rare, small or spread."""
     if machines.is_empty() or machines["seldom"][0] or costs["cost_ns"][0] > 1.05 * window_ns:
         return None
-    node, cost_ns, times = machines.select("node", "cost_ns", "times").row(0)
+    node, cost_ns, times, volleys = machines.select("node", "cost_ns", "times", "volleys").row(0)
     second_ns = machines["cost_ns"][1] if machines.height > 1 else 0
     clear = any(
-        cost_ns >= share * window_ns and cost_ns >= over * second_ns and times >= least
-        for share, over, least in ENOUGH
+        cost_ns >= share * window_ns and cost_ns >= over * second_ns and times >= least and volleys >= apart
+        for share, over, least, apart in ENOUGH
     )
     return str(node) if clear else None
 

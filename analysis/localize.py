@@ -21,6 +21,8 @@ from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
+# Evidence of a port beside itself.
+ITSELF = "stretched"
 # Less sure than this is not said to be so.
 MIN_CONFIDENCE = 0.5
 
@@ -42,7 +44,7 @@ def localize(
     clock = one_clock(operators, tables["nodes"])
     operators = clock.shifted("operators", operators)
     tables = {name: clock.shifted(name, table) for name, table in tables.items()}
-    aligned = align(operators)
+    aligned = align(operators, clock.error_ns)
     same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
     calls = calls_of(operators)
@@ -66,10 +68,13 @@ def localize(
         slows, unexplained = find_causes(aligned, flows, tables, signals, same)
         found += slows
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
-        # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is.
+        # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is, and what is
+        # slower than itself while its network marks what it sends has no neighbours.
         found = [
             item
-            if item.cause in ("stop", "host") or item in signals or item.evidence[0].metric in ALONE
+            if item.cause in ("stop", "host")
+            or item in signals
+            or item.evidence[0].metric in (*ALONE, ITSELF)
             else replace(item, confidence=0.4)
             for item in found
         ]
@@ -77,7 +82,7 @@ def localize(
     if coverage["lost"] or damaged or absent:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
-    missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, coverage)]
+    missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, tables["nics"], coverage)]
     missing += [f"{node} was not recorded: {why}" for node, why in sorted(absent.items())]
     missing += [
         f"{finding.kind} at {finding.node} is likely but not certain"

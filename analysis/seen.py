@@ -19,6 +19,10 @@ MAX_INCOMPLETE = 0.1
 # Events lost per operator above which something may have been overlooked.
 MAX_LOST = 0.01
 
+# Operators of at least so many bytes show what a port can do; a job in which only one machine's ports came above this
+# share of their speed, nine times in ten, may be held up as a whole.
+LARGE_BYTES, NEAR_LINE = 2_000_000, 0.6
+
 # Columns of the operators that moved bytes that are looked at.
 NEEDED = (
     *(
@@ -41,8 +45,8 @@ NEEDED = (
 Reason = tuple[str, int]
 
 
-def missing_in(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:
-    """What stands in the way of calling the recording healthy, by its operators (align.align) and `coverage`.
+def missing_in(aligned: pl.DataFrame, nics: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:
+    """What stands in the way of calling the recording healthy, by its operators (align.align), `nics` and `coverage`.
 
     Communicators that move little, or nothing between machines, do not: what is wrong shows in the others of the same
     processes. A rank, a machine or a NIC of which nothing was seen does.
@@ -64,6 +68,7 @@ def missing_in(aligned: pl.DataFrame, coverage: Mapping[str, Any]) -> list[str]:
         ]
     )
     missing += _unseen_ports(aligned)
+    missing += _far_from_line(aligned, nics)
     moved = _moved(aligned)
     finished = moved.filter(pl.col("end_ns").is_not_null())
     counts = finished.group_by("node").agg(pl.struct("comm_id", "op_seq").n_unique().alias("count"))
@@ -188,6 +193,30 @@ def _unseen_ports(aligned: pl.DataFrame) -> list[str]:
     unseen = unseen.filter(pl.col("nic").is_not_null() | ~pl.col("node").is_in(moved["node"].implode()))
     names = [f"{nic} of {node}" if nic else node for node, nic in unseen.sort(key).iter_rows()]
     return [f"no traffic of {_listed(names)} was seen, but of its peers with it"] if names else []
+
+
+def _far_from_line(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[str]:
+    """Says so where no port came near its speed: in a ring, one slow machine makes all others as slow as itself."""
+    large = aligned.filter(
+        pl.col("level").is_in(["flow", "nic"]),
+        pl.col("direction") == "tx",
+        pl.col("bytes") >= LARGE_BYTES,
+        pl.col("burst_gbps").is_not_null(),
+    )
+    speeds = nics.select("node", "nic", "link_gbps").drop_nulls().unique(["node", "nic"])
+    best = (
+        large.join(speeds, on=["node", "nic"])
+        .group_by("node", "nic")
+        .agg(share=(pl.col("burst_gbps") / pl.col("link_gbps")).quantile(0.9))
+        .group_by("node")
+        .agg(pl.col("share").max())["share"]
+        .sort(descending=True)
+    )
+    if len(best) < 2 or best[1] >= NEAR_LINE:
+        return []
+    return [
+        f"no port came near its speed ({best[1]:.0%} at most): all may wait for one machine, or for the hosts"
+    ]
 
 
 def _folded(reasons: list[tuple[str, int, Reason]]) -> list[str]:

@@ -228,8 +228,8 @@ def test_who_is_late_beside_two_slow_ports_waits_for_them(
     capped = [_finding("nic-slow", "nic", node) for node in ports]
     monkeypatch.setattr(causes, "find_capped", lambda *given: capped)
     monkeypatch.setattr(causes, "find_late", lambda *given: [_finding("gpu-slow", "compute", "c")])
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms")}
-    rows = pl.DataFrame(schema=metrics.OPERATORS)
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == ports + late
     assert why == []
@@ -258,8 +258,8 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
     monkeypatch.setattr(
         causes, "find_slow", lambda *given: (slow, [] if slow else ["some flows were slow"], 100)
     )
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms")}
-    rows = pl.DataFrame(schema=metrics.OPERATORS)
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == named
     assert bool(why) == (not named)
@@ -292,34 +292,3 @@ def test_a_stage_is_not_surely_late_whose_neighbour_was_not_recorded(
     )
     (found,), _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), {}, [], True)
     assert (found.confidence >= 0.5) == sure
-
-
-@pytest.mark.parametrize(
-    ("place", "gbps", "named"),
-    [("b", 226.2, ["a"]), ("b", 180.0, ["a", "b"]), ("c", 226.2, ["a", "c"])],
-)
-def test_a_port_that_passes_on_what_comes_slowly_is_not_named_beside_the_slow_one(
-    place: str, gbps: float, named: list[str]
-) -> None:
-    rows = [
-        {"level": "flow", "direction": "tx", "node": node, "nic": "mlx5_1", "peer_node": NODES[number - 3]}
-        for number, node in enumerate(NODES)
-    ]
-    ports = [
-        Finding(
-            "nic-slow",
-            "nic",
-            "nic",
-            0.9,
-            1.8,
-            0,
-            OPERATORS * MS,
-            [Evidence("burst_gbps", speed, 398.0, OPERATORS, "")],
-            node=node,
-            nic="mlx5_1",
-            lost_ns=lost_ns,
-        )
-        for node, speed, lost_ns in (("a", 225.6, 34 * MS), (place, gbps, 31 * MS))
-    ]
-    found = causes._not_passed_on(pl.DataFrame(rows), ports)
-    assert [item.node for item in found] == named

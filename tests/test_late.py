@@ -93,6 +93,21 @@ def test_a_single_long_delay_is_enough_when_nobody_else_has_any() -> None:
     assert _late(elsewhere) == []
 
 
+@pytest.mark.parametrize(("apart_ns", "named"), [(PERIOD_NS, ["node1"]), (100_000, [])])
+def test_late_to_what_was_called_together_is_late_once(apart_ns: int, named: list[str]) -> None:
+    """After a common pause, a rank that comes later than the others is late to all operators of that moment."""
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 1 and step in (5, 6, 7) else 0)
+    volley = pl.when(pl.col("op_seq").is_between(5, 7)).then(
+        5 * PERIOD_NS - MS + (pl.col("op_seq").cast(pl.Int64) - 5) * apart_ns
+    )
+    # In a longer recording than the others', where one delay of this length is no evidence.
+    pause_ns = pl.when(pl.col("op_seq") == STEPS - 1).then(5 * PERIOD_NS).otherwise(0)
+    rows = rows.with_columns(call_ns=volley.otherwise("call_ns")).with_columns(
+        pl.col("call_ns", "start_ns", "last_byte_ns", "end_ns") + pause_ns
+    )
+    assert [node for node, _ in _late(rows)] == named
+
+
 def test_an_expert_with_more_tokens_is_no_slow_machine() -> None:
     """It computes longer before it sends, and sends more."""
     rows = _rows(
@@ -135,17 +150,31 @@ def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: i
         for place in range(7)
         if rank == 0 or volley * 7 + place >= missed
     ]
-    frame = pl.DataFrame(calls).with_columns(
-        pl.col("op_seq").cast(pl.UInt64),
-        pl.col("rank").cast(pl.Int32),
-        op_bytes=pl.lit(None, pl.UInt64),
-        nccl_seq=pl.lit(None, pl.UInt64),
-        peer_rank=pl.lit(None, pl.Int32),
-        direction=pl.lit("tx"),
-        expected_bytes=pl.lit(None, pl.Int64),
-    )
-    apart = align(frame).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
+    apart = align(_table(calls)).group_by("step").agg(pl.col("call_ns").max() - pl.col("call_ns").min())
     assert apart["call_ns"].max() == 80_000
+
+
+def test_a_process_that_stood_still_as_recording_began_ends_nothing_before_others_call() -> None:
+    """Rank 0 calls each volley nearly a volley later than the others, which made their first calls before."""
+    volley_calls, volley_ns = 20, 200 * MS
+    rows = [
+        {
+            "comm_id": "ring",
+            "rank": rank,
+            "op_seq": volley * volley_calls + place - (volley_calls if rank else 0),
+            "kind": "AllReduce",
+            "call_ns": volley * volley_ns + place * 30_000 + (0 if rank else volley_ns - 40 * MS),
+            "last_byte_ns": (volley + 1) * volley_ns - 35 * MS + place * MS,
+            "bin_ns": 20_000,
+        }
+        for rank in range(3)
+        for volley in range(5)
+        for place in range(volley_calls)
+        if rank == 0 or volley
+    ]
+    ends = align(_table(rows), 0).group_by("step").agg(pl.col("last_byte_ns").n_unique(), pl.len())
+    assert ends["last_byte_ns"].to_list() == [1] * (5 * volley_calls)
+    assert ends["len"].sum() == len(rows)
 
 
 def test_what_a_process_is_late_on_several_communicators_in_turn_adds_up() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import polars as pl
@@ -14,8 +15,10 @@ from recordings import BIN_NS, Fault
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis import Findings, measure
+from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
+from pulse_bpf.analysis.seen import coverage_of
 from pulse_bpf.analysis.text import explain, render
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import empty
@@ -363,3 +366,19 @@ def test_the_text_says_the_verdict_first_and_fits_a_terminal(fault: Fault | None
         assert "node1" in lines[2]
         assert "next " in text
     assert "Coverage:" in text
+
+
+@pytest.mark.parametrize(("metric", "told"), [("stretched", "anomaly"), ("active_gbps", "undecided")])
+def test_what_is_told_by_a_port_beside_itself_stands_where_operators_are_incomplete(
+    monkeypatch: pytest.MonkeyPatch, metric: str, told: str
+) -> None:
+    """What was slow beside others' may not be where some of these were not cut well."""
+    shown = Evidence(metric, 3.0, 1.0, 20, "")
+    slow = Finding("congestion", "network", "network", 0.8, 3.0, 0, 1, [shown])
+    # Not the function of that name, by which the package hides its module.
+    module = import_module("pulse_bpf.analysis.localize")
+    monkeypatch.setattr(module, "find_causes", lambda *_: ([slow], []))
+    monkeypatch.setattr(
+        module, "coverage_of", lambda *given: coverage_of(*given) | {"incomplete_share": 0.15}
+    )
+    assert verdict(played()).verdict == told

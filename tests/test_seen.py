@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import polars as pl
+import pytest
 
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.seen import coverage_of, missing_in
 from pulse_bpf.schema import empty
 
 TABLES = {"nodes": empty("nodes"), "coverage": empty("coverage")}
+NICS = pl.concat(
+    [
+        empty("nics"),
+        pl.DataFrame({"node": ["node0", "node1"], "nic": "nic0", "link_gbps": [400.0, 400.0]}).cast(
+            {"link_gbps": empty("nics").schema["link_gbps"]}
+        ),
+    ],
+    how="diagonal",
+)
 
 
 def _rows(
@@ -51,7 +61,7 @@ def _rows(
 def _missing(aligned: pl.DataFrame) -> tuple[list[str], list[str]]:
     flows = pl.DataFrame(schema={"flow": pl.UInt64, "reason": pl.String})
     coverage = coverage_of(aligned, flows, TABLES, [])
-    return missing_in(aligned, coverage), coverage["not_judged"]
+    return missing_in(aligned, NICS, coverage), coverage["not_judged"]
 
 
 def test_a_job_that_was_seen_lacks_nothing() -> None:
@@ -101,3 +111,27 @@ def test_a_port_whose_peers_alone_were_seen_is_missing() -> None:
 
 def test_nothing_called_is_nothing_seen() -> None:
     assert _missing(_rows().clear())[0] == ["no operator of a known communicator was seen"]
+
+
+@pytest.mark.parametrize(
+    ("gbps", "told"),
+    [
+        ({}, ["no port came near its speed (25% at most): all may wait for one machine, or for the hosts"]),
+        (
+            {"node0": 390.0},
+            ["no port came near its speed (25% at most): all may wait for one machine, or for the hosts"],
+        ),
+        ({"node0": 390.0, "node1": 300.0}, []),
+    ],
+)
+def test_a_job_no_port_of_which_came_near_its_speed_is_not_called_healthy(
+    gbps: dict[str, float], told: list[str]
+) -> None:
+    """In a ring, one slow machine makes all as slow; its successor alone may burst."""
+    rows = _rows(size=10_000_000)
+    rate = pl.col("node").replace_strict(gbps, default=100.0, return_dtype=pl.Float64)
+    assert _missing(rows.with_columns(burst_gbps=rate)) == (told, [])
+
+
+def test_operators_too_small_to_reach_a_port_s_speed_say_nothing_of_it() -> None:
+    assert _missing(_rows(size=100_000)) == ([], [])

@@ -89,7 +89,7 @@ class View:
 def look(recording: Recording, operators: pl.DataFrame) -> View:
     """What the plots of `recording` are made of, given its `operators` (metrics.OPERATORS)."""
     clock = one_clock(operators, recording["nodes"])
-    aligned = align(clock.shifted("operators", operators))
+    aligned = align(clock.shifted("operators", operators), clock.error_ns)
     bin_ns = int(operators["bin_ns"].max() or 0)  # type: ignore[arg-type]
     ranks = lags(aligned, same_clock(clock.error_ns, bin_ns))
     tables = {name: clock.shifted(name, frame) for name, frame in recording.tables.items() if name != "ops"}

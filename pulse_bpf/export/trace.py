@@ -61,7 +61,7 @@ class _Timeline:
         self.notes: list[str] = []
         self._writer, self._recording, self._flows, self._findings = writer, recording, flows, findings
         self._clock = one_clock(operators, recording["nodes"])
-        aligned = align(self._clock.shifted("operators", operators))
+        aligned = align(self._clock.shifted("operators", operators), self._clock.error_ns)
         self._operators = operators_in(aligned, *findings.window_ns)
         # By what each is of: ("node", node), ("gpu", node, pid, gpu), ("nic", node, nic, port), ("group", flow, way).
         self._tracks: dict[tuple[Any, ...], int] = {}

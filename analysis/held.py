@@ -1,0 +1,169 @@
+"""Machines that hold up a ring from inside, by when bytes move on the ways into them, out of them and further on."""
+
+from __future__ import annotations
+
+import polars as pl
+
+from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.lags import IN_PAIRS
+from pulse_bpf.analysis.twins import TWO_SIDED
+
+# A ring of fewer machines has no others to compare with, and on fewer NICs it may be one port's doing.
+MIN_NODES, MIN_NICS = 4, 3
+# Operators of fewer bins say too little of when in them what moved; so many must tell, over so much of the time.
+MIN_BINS, MIN_OPERATORS, MIN_TIME = 5, 10, 0.2
+# Of ten equal parts of the time in which operators are held up, in how many some are: once is no fault.
+MIN_PARTS = 6
+# A ring that moves more than this share of what its ports could is held up by nothing.
+BUSY = 0.6
+# By how much of an operator's time bytes must stay behind, and no more is possible of what buffers hold.
+LEAST, MOST = 0.02, 0.5
+# In what share of the operators it must be that machine, and how much the next may hold up of what it does.
+FIRST, NEXT = 0.6, 0.6
+# A machine whose sender is held up as much as it itself, to this share, is what holds up both.
+ALIKE = 0.7
+# When bytes were sent and when they came may differ by so many bins, or by so much of the operator.
+AGREE_BINS, AGREE = 2.0, 0.02
+OPERATOR = ["comm_id", "kind", "step"]
+RING = [*OPERATOR, "nic"]
+
+
+def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
+    """The machine that holds up rings from inside: a slow GPU or host, or a slow way between its GPUs.
+
+    Where a ring is slow, buffers before the slow place are full and those behind it empty: what moves on average on the
+    way out of it is later than on the ways before and behind (the second difference along the ring). A full sending
+    buffer before the machine, and a full receiving buffer in it, count as one each, so that a machine as late as the
+    one before it is what holds up both. A slow port shows this on one NIC; here, most NICs of an operator must, and
+    several in all. Assumes one clock for all machines, and that all rings of a communicator visit them in one order;
+    where the times at both ends of a way disagree, operators were cut wrongly and say nothing.
+    """
+    held = _held(aligned, nics)
+    if held.is_empty():
+        return []
+    nodes = (
+        held.group_by("node")
+        .agg(
+            pl.col("stays").median(),
+            pl.col("stays_ns").median(),
+            pl.col("peer_node").mode().min(),
+            times=pl.col("first").sum(),
+        )
+        .sort("stays", "node", descending=[True, False])
+    )
+    pair = _pair(nodes)
+    top, node = nodes.row(0, named=True), pair[-1]
+    others = nodes.filter(~pl.col("node").is_in(pair))
+    operators = held.select(OPERATOR).n_unique()
+    times = int(nodes.filter(pl.col("node").is_in(pair))["times"].sum())
+    seen = held.filter(pl.col("node").is_in(pair), "first").sort("start_ns")
+    next_stays = float(others["stays"].max() or 0.0)  # type: ignore[arg-type]
+    if (
+        operators < MIN_OPERATORS
+        or times < FIRST * operators
+        or not top["stays"] >= LEAST
+        or next_stays > NEXT * top["stays"]
+        or held.filter(pl.col("node") == top["node"], "first")["nics"].explode().n_unique() < MIN_NICS
+        or not _lasts(seen["start_ns"], aligned)
+    ):
+        return []
+    share = times / operators
+    text = (
+        f"{node} holds up its rings from inside: in {times} of {operators} slow operators what leaves it moves later "
+        f"than what comes in and what its successor passes on, by {top['stays_ns'] / 1e6:.2f} ms in the median "
+        f"({top['stays']:.0%} of an operator; the next machine {next_stays:.0%})."
+    )
+    return [
+        Finding(
+            kind="intra-node-slow",
+            cause="intra-node",
+            scope="node",
+            confidence=round(min(0.9, 0.5 + 0.4 * share), 3),
+            slowdown=1.0,
+            first_ns=int(seen["start_ns"].min()),  # type: ignore[arg-type]
+            last_ns=int(seen["last_byte_ns"].max()),  # type: ignore[arg-type]
+            evidence=[Evidence("held_up", float(top["stays"]), next_stays, operators, text)],
+            node=node,
+            victims=sorted(name for name in nodes["node"] if name != node),
+            next_check=f"on {node}: nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi nvlink -s; top -b -n 1",
+        )
+    ]
+
+
+def _pair(nodes: pl.DataFrame) -> list[str]:
+    """The first of `nodes`, with the one before it or else after it that is as late, in the order of the ring."""
+    first = nodes.row(0, named=True)
+    alike = nodes.filter(pl.col("stays") >= ALIKE * first["stays"])
+    before = alike.filter(pl.col("peer_node") == first["node"])["node"].to_list()
+    behind = alike.filter(pl.col("node") == first["peer_node"])["node"].to_list()
+    return [*before[:1], first["node"], *([] if before else behind)]
+
+
+def _held(aligned: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
+    """Per slow operator and machine of a ring: `stays_ns`, by how much later what it sends moves, twice the mean of
+    the ways before and behind being the reference; `stays`, as a share of the operator; `first`, whether no other's is
+    larger; nics, peer_node, start_ns and last_byte_ns."""
+    span_ns = pl.col("last_byte_ns") - pl.col("start_ns")
+    moved = aligned.filter(
+        pl.col("level") == "flow",
+        pl.col("step").is_not_null(),
+        pl.col("end_ns").is_not_null(),
+        pl.col("byte_mean_ns").is_not_null(),
+        ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
+        span_ns >= MIN_BINS * pl.col("bin_ns"),
+    )
+    weighted = ((pl.col("byte_mean_ns") - pl.col("start_ns").min()) * pl.col("bytes")).sum()
+    mean_ns = pl.col("start_ns").min() + weighted / pl.col("bytes").sum()
+    sent = (
+        moved.filter(pl.col("direction") == "tx")
+        .join(nics.select("node", "nic", "link_gbps").unique(["node", "nic"]), on=["node", "nic"], how="left")
+        .group_by(*RING, "node")
+        .agg(
+            pl.col("peer_node").first(),
+            pl.col("start_ns").min(),
+            pl.col("last_byte_ns", "bin_ns").max(),
+            peers=pl.col("peer_node").n_unique(),
+            sent_ns=mean_ns,
+            load=8 * pl.col("bytes").sum() / span_ns.max() / pl.col("link_gbps").max(),
+        )
+        .filter(pl.col("peers") == 1)
+    )
+    came = moved.filter(pl.col("direction") == "rx")
+    came = came.group_by(*RING, pl.col("node").alias("peer_node")).agg(came_ns=mean_ns)
+    before = sent.select(*RING, node="peer_node", before_ns="sent_ns")
+    behind = sent.select(*RING, peer_node="node", behind_ns="sent_ns")
+    agree_ns = pl.max_horizontal(AGREE_BINS * pl.col("bin_ns"), AGREE * span_ns)
+    astray = (pl.col("came_ns") - pl.col("sent_ns")).abs() > agree_ns
+    stays_ns = 2 * pl.col("sent_ns") - pl.col("before_ns") - pl.col("behind_ns")
+    rings = (
+        sent.join(came, on=[*RING, "peer_node"], how="left")
+        .filter(~astray.fill_null(False).any().over(RING))
+        .join(before, on=[*RING, "node"])
+        .join(behind, on=[*RING, "peer_node"])
+        .with_columns(stays_ns=stays_ns, stays=stays_ns / span_ns)
+        .filter(pl.col("stays").abs().max().over(RING) <= MOST)
+    )
+    return (
+        rings.group_by(*OPERATOR, "node")
+        .agg(
+            pl.col("peer_node").first(),
+            pl.col("start_ns").min(),
+            pl.col("last_byte_ns").max(),
+            pl.col("stays_ns", "stays", "load").median(),
+            peers=pl.col("peer_node").n_unique(),
+            nics=pl.col("nic").unique(),
+        )
+        .filter((pl.col("peers") == 1).all().over(OPERATOR))
+        .filter(pl.len().over(OPERATOR) >= MIN_NODES)
+        .filter(pl.col("load").median().over(OPERATOR) <= BUSY)
+        .with_columns(first=pl.col("stays") == pl.col("stays").max().over(OPERATOR))
+    )
+
+
+def _lasts(starts_ns: pl.Series, aligned: pl.DataFrame) -> bool:
+    """Whether operators that began at `starts_ns` are spread over a good part of the time of all."""
+    whole_ns = int(aligned["last_byte_ns"].max()) - int(aligned["start_ns"].min())  # type: ignore[arg-type]
+    first_ns = int(starts_ns.min() or 0)  # type: ignore[arg-type]
+    time_ns = int(starts_ns.max() or 0) - first_ns  # type: ignore[arg-type]
+    parts = ((starts_ns - first_ns) * 10 // (time_ns + 1)).n_unique()
+    return time_ns >= MIN_TIME * whole_ns and parts >= MIN_PARTS
