@@ -93,6 +93,8 @@ int main(int argc, char **argv) {
         } else if (!strcmp(value, "check")) {
             printf("%schecked {\"status\":0,\"checks\":[]}\n", MARK);
         } else if (!strcmp(value, "record")) {
+            printf("%sready {}\n", MARK);
+        } else if (!strcmp(value, "begin")) {
             printf("%srecorded {\"status\":0,\"late\":false,\"said\":\"\"}\n", MARK);
         } else if (!strcmp(value, "tables") || !strcmp(value, "operators")) {
             snprintf(file, sizeof file, "%s.parquet", strcmp(value, "tables") ? "operators" : "ops");

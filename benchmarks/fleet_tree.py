@@ -65,7 +65,9 @@ def measure(nodes: int, gateways: int, archive_bytes: int, scratch: Path) -> dic
     errors_ns = sorted(node.error_ns or 0 for node in sessions.live)
     sessions.ask(sessions.live, "check")
     sessions.wait("check", "checking", _WITHIN_S)
-    sessions.ask(sessions.live, "record", command=[], starts_ns={node.agent: 0 for node in sessions.live})
+    sessions.ask(sessions.live, "record", command=[])
+    sessions.wait("ready", "attaching", _WITHIN_S)
+    sessions.ask(sessions.live, "begin", starts_ns={node.agent: 0 for node in sessions.live})
     sessions.wait("record", "recording", _WITHIN_S)
     for step in ("tables", "operators"):
         sessions.ask(sessions.live, step)

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_bpf import __version__
-from pulse_bpf.arguments import at_least_one, moment, seconds, window
+from pulse_bpf.arguments import at_least_one, seconds, window
 from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE, PulseError, UsageError
 from pulse_bpf.output import write
+from pulse_bpf.start import start_at
 
 if TYPE_CHECKING:
     from pulse_bpf.check import Check
@@ -89,9 +90,9 @@ def parser() -> argparse.ArgumentParser:
     record.add_argument("-d", "--seconds", type=seconds, help="how long (default: until Ctrl-C)")
     record.add_argument(
         "--start-at",
-        type=moment,
+        type=start_at,
         metavar="NS",
-        help="drop what happens before; ns since the Unix epoch, so that hosts begin together",
+        help="drop what happens before, in ns since the Unix epoch, so that hosts begin together; '-': read from stdin",
     )
     record.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory")
     record.add_argument("--bin-us", type=int, default=1000, help="width of a traffic bin (default: 1000)")

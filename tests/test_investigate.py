@@ -84,6 +84,11 @@ def doing(nodes: Cluster, name: str, *words: str) -> list[int]:
     return found
 
 
+def recorded(nodes: Cluster, name: str) -> list[Path]:
+    """What a node has recorded by now of calls."""
+    return list(nodes.nodes[name].tmp.glob("pulse-agent-*/recording/ops/*.parquet"))
+
+
 def others_attached() -> bool:
     """Whether any process holds a probe."""
     for directory in Path("/proc").glob("[0-9]*/fd"):
@@ -150,7 +155,7 @@ def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: 
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
         try:
             with running(nodes, output, "-w", "node[0-7]", "--rehearse", job, "-d", "2") as process:
-                await_(lambda: doing(nodes, "node6", "lab", "play"), process, "node6 records")
+                await_(lambda: recorded(nodes, "node6"), process, "node6 records")
                 for pid in doing(nodes, "node6", "pulse\0node"):
                     os.kill(pid, signal.SIGKILL)
                 stdout, stderr = process.communicate()
@@ -188,7 +193,7 @@ def test_nothing_is_left_on_a_node_when_it_ends_in_the_middle(
         arguments = (nodes, output, "-w", "node[0-1]", "--rehearse", job, "-d", "100")
         with running(*arguments) as process:
             for name in NODES[:2]:
-                await_(lambda name=name: doing(nodes, name, "lab", "play"), process, "it records")  # type: ignore[misc]
+                await_(lambda name=name: recorded(nodes, name), process, "it records")  # type: ignore[misc]
             process.send_signal(how)
             _, stderr = process.communicate()
         if how != signal.SIGKILL:
@@ -221,7 +226,7 @@ def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> N
         seconds = "3" if end == "in time" else "100"
         with running(nodes, output, "-w", "node[0-1]", "-d", seconds) as process:
             await_(
-                lambda: armed() and doing(nodes, "node0", "record") and doing(nodes, "node1", "record"),
+                lambda: armed() and recorded(nodes, "node0") and recorded(nodes, "node1"),
                 process,
                 "both record",
             )

@@ -20,14 +20,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from pulse_bpf import __version__
 from pulse_bpf.errors import OK, PARTIAL
 from pulse_bpf.fleet import wire
 from pulse_bpf.fleet.scrub import Scrub
+from pulse_bpf.start import READY
 
 # Whoever has said nothing for so long will not come back.
 IDLE_S = 900.0
@@ -126,14 +128,13 @@ class Agent:
 
     def _record(self, order: dict[str, Any]) -> None:
         out = self._directory() / "recording"
-        self._start_ns = int(order["starts_ns"][self._id])
-        command = [*_PULSE, *map(str, order["command"]), "-o", str(out), "--start-at", str(self._start_ns)]
-        _, said, status = self._work(command)
-        lost = re.findall(r"late: ", said)
+        command = [*_PULSE, *map(str, order["command"]), "-o", str(out), "--start-at", "-"]
+        _, said, status = self._work(command, begins=True)
+        late = re.search(r"begins [\d.]+ s late", said)
         if status not in (OK, PARTIAL) or not (out / "manifest.json").exists():
             self._tell("failed", {"step": "record", "why": _last_line(said) or f"exit status {status}"})
             return
-        self._tell("recorded", {"status": status, "late": bool(lost), "said": said[-1000:]})
+        self._tell("recorded", {"status": status, "late": bool(late), "said": said[-1000:]})
 
     def _tables(self, _order: dict[str, Any]) -> None:
         self._part("tables", str(self._start_ns))
@@ -162,16 +163,17 @@ class Agent:
         shutil.rmtree(out)
         self._tell("sent", {"step": step, "bytes": sent})
 
-    def _work(self, command: list[str]) -> tuple[bytes, str, int]:
+    def _work(self, command: list[str], begins: bool = False) -> tuple[bytes, str, int]:
         """Runs a command in the private directory, and what it wrote to stdout and stderr, and its exit status.
 
+        One that `begins` when it is told to says when it is ready for that, and is told the moment on its stdin.
         GoneError, and the command is ended, when the connection ends meanwhile.
         """
         assert self._root is not None
         assert self._scrub is not None
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._root,
@@ -179,14 +181,19 @@ class Agent:
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        with process.stdout, process.stderr:
+        assert process.stdin is not None
+        with process.stdin, process.stdout, process.stderr:
             self._scrub.watch(process.pid)
-            out, err = bytearray(), bytearray()
+            if not begins:
+                process.stdin.close()
+            out, err, told = bytearray(), bytearray(), False
             waiting = {process.stdout.fileno(): out, process.stderr.fileno(): err}
             while waiting:
                 ready, _, _ = select.select([*waiting, self._incoming], [], [], self._idle_s)
                 if self._incoming in ready:
                     self._receive()
+                    if begins and b"\n" in self._lines:
+                        self._begin(self._next_order(), process.stdin)
                 for descriptor in ready:
                     if descriptor in waiting:
                         data = os.read(descriptor, 65536)
@@ -195,10 +202,21 @@ class Agent:
                         elif descriptor == process.stderr.fileno():
                             err += data
                             del err[:-_SAID_BYTES]
+                            if begins and not told and READY.encode() in err:
+                                told = True
+                                self._tell("ready", {})
                             self._tell("note", {"text": _last_line(err.decode(errors="replace"))})
                         else:
                             out += data
             return bytes(out), err.decode(errors="replace"), process.wait()
+
+    def _begin(self, order: dict[str, Any], stdin: IO[bytes]) -> None:
+        """Hands on the moment that an order to begin gives for this node."""
+        if order.get("do") == "begin" and self._id in order.get("to", ()):
+            self._start_ns = int(order["starts_ns"][self._id])
+            with suppress(BrokenPipeError):
+                stdin.write(b"%d\n" % self._start_ns)
+                stdin.flush()
 
     def _next_order(self) -> dict[str, Any]:
         while (end := self._lines.find(b"\n")) < 0:

@@ -34,8 +34,8 @@ from pulse_bpf.report.page import page
 from pulse_bpf.schema import FORMAT, FORMAT_VERSION
 from pulse_bpf.store import RecordingWriter, write_file
 
-# Attaching takes a second or two, most of it a compiler's; who takes longer begins late.
-LEAD_S = 5.0
+# Once all are attached, what says when to begin has this long to come to all of them.
+LEAD_S = 2.0
 # A clock is set right only where it is certainly wrong by more than this: asking it is no better than NTP.
 CLOCKS_APART_NS = 5_000_000
 # So long agents have to undo all.
@@ -68,7 +68,7 @@ class Plan:
             "",
             f"{agent} runs there, one after the other, in a private directory that it removes:",
             *(["  pulse check --json"] if self.checks else []),
-            f"  pulse {shlex.join(self.record)} --start-at (one moment for all, about {LEAD_S:.0f} s later) -o DIR",
+            f"  pulse {shlex.join(self.record)} -o DIR --start-at - (one moment for all, once all are attached)",
             "  python -m pulse_bpf.fleet.parts tables DIR",
             "  python -m pulse_bpf.fleet.parts operators DIR",
             f"  python -m pulse_bpf.fleet.parts samples DIR (of {'all' if self.raw else 'suspects and their twins'})",
@@ -128,12 +128,15 @@ def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board) -> Judg
         sessions.ask(sessions.live, "check")
         sessions.wait("check", "checking", patience_s)
     nodes = _some(sessions)
+    sessions.ask(nodes, "record", command=plan.record)
+    sessions.wait("ready", "attaching", patience_s)
+    nodes = _some(sessions)
     board.say(f"recording {len(nodes)} of {len(sessions.nodes)} nodes for {plan.seconds:g} s")
     start_ns = time.time_ns() + round(LEAD_S * 1e9)
     for node in nodes:
         node.start_ns = start_ns + (node.offset_ns if _is_wrong(node) else 0)
     starts_ns = {node.agent: node.start_ns for node in nodes}
-    sessions.ask(nodes, "record", command=plan.record, starts_ns=starts_ns)
+    sessions.ask(nodes, "begin", starts_ns=starts_ns)
     sessions.wait("record", "recording", LEAD_S + plan.seconds + patience_s)
     sessions.ask(_some(sessions), "tables")
     sessions.wait("tables", "sending its tables", patience_s)

@@ -180,6 +180,8 @@ class Sessions:
             self._clock(node, content)
         elif word == "checked":
             self._checked(node, content)
+        elif word == "ready":
+            node.done.add("ready")
         elif word == "recorded":
             node.late = bool(content["late"])
             node.warnings += [line for line in str(content["said"]).splitlines() if "warning: " in line]

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pulse_bpf.arguments import moment
 from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
 from pulse_bpf.lab import evaluate, simulate
 from pulse_bpf.output import write
+from pulse_bpf.start import start_at
 
 
 def add_commands(verbs: Any) -> None:
@@ -64,7 +64,9 @@ def add_commands(verbs: Any) -> None:
     play.add_argument("recording", type=Path, metavar="DIR")
     play.add_argument("--node", metavar="NODE", help="whose (default: that of this host's name)")
     play.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    play.add_argument("--start-at", type=moment, required=True, metavar="NS", help="ns since the Unix epoch")
+    play.add_argument(
+        "--start-at", type=start_at, required=True, metavar="NS", help="as `pulse record` takes it"
+    )
     play.add_argument("-d", "--seconds", type=_positive, help="how long (default: all of it)")
     play.set_defaults(func=_play)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
 import time
 from pathlib import Path
 from types import FrameType
@@ -18,6 +19,7 @@ import polars as pl
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.errors import OK, DataError
 from pulse_bpf.schema import I64, STREAMED, TABLES
+from pulse_bpf.start import READY, Start
 from pulse_bpf.store import RecordingWriter
 
 ROTATE_S = 0.5
@@ -27,14 +29,15 @@ _LENGTHS = ("bin_ns", "clock_error_ns", "error_ns")
 _DUE = {"ops": "call_ns", "op_details": None, "clocks": "wall_ns"}
 
 
-def play(directory: Path, node: str, output: Path, start_ns: int, seconds: float | None) -> int:
-    """Records what `node` did in the recording `directory` as if it began at `start_ns`, for `seconds` or all of it.
+def play(directory: Path, node: str, output: Path, start_at: Start, seconds: float | None) -> int:
+    """Records what `node` did in the recording `directory` as if it began at `start_at`, for `seconds` or all of it.
 
     DataError where it has nothing of that node; else what the writer of recordings raises.
     """
     recording = load([directory])
     if node not in recording["nodes"]["node"]:
         raise DataError(f"{directory} has nothing of {node}", "", "Play a recording in which it took part")
+    start_ns = _awaited(start_at)
     shift_ns = start_ns - recording.samples.start_ns
     tables = {table: _moved(_of_node(recording, table, node), shift_ns) for table in TABLES}
     due_ns = [frame[at].max() for table, frame in tables.items() if (at := _due(table)) and frame.height]
@@ -70,6 +73,16 @@ def play(directory: Path, node: str, output: Path, start_ns: int, seconds: float
         for number, handler in before.items():
             signal.signal(number, handler)
     return OK
+
+
+def _awaited(start_at: Start) -> int:
+    print(READY, file=sys.stderr, flush=True)
+    try:
+        while (start_ns := start_at()) is None:
+            time.sleep(0.05)
+    except EOFError as error:
+        raise DataError("it was never said when to begin") from error
+    return start_ns
 
 
 def _due(table: str) -> str | None:
