@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PULSE = Path(sys.executable).with_name("pulse")
-_FIRST_PORT = 22_400
 STARTS_WITHIN_S = 20
 
 
@@ -42,7 +42,7 @@ class Cluster:
     def add_down(self, name: str) -> None:
         """One more node, that nobody listens at."""
         text = self.config.read_text()
-        self.config.write_text(f"Host {name}\n  Port {_FIRST_PORT - 1}\n{text}")
+        self.config.write_text(f"Host {name}\n  Port {_free_port()}\n{text}")
 
     def pids(self, *names: str) -> list[int]:
         """What runs on these nodes, or on all, that came by a connection to them: it has their environment."""
@@ -99,8 +99,8 @@ def cluster(
     ]
     found = Cluster(config)
     try:
-        for number, name in enumerate(names):
-            port = _FIRST_PORT + number
+        for name in names:
+            port = _free_port()
             tmp = directory / f"tmp-{name}"
             tmp.mkdir()
             bin_directory = directory / f"bin-{name}"
@@ -120,7 +120,19 @@ def cluster(
             file = directory / f"sshd_config-{name}"
             file.write_text("".join(f"{option} {value}\n" for option, value in options.items()))
             shell = f'hostname {name} && exec /usr/sbin/sshd -D -e -f "$0" 2>"$1"'
-            command = ["unshare", "--uts", "sh", "-c", shell, str(file), str(directory / f"log-{name}")]
+            # However this ends, no sshd outlives it.
+            command = [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                shell,
+                str(file),
+                str(directory / f"log-{name}"),
+            ]
             found.nodes[name] = SshNode(name, port, subprocess.Popen(command, start_new_session=True), tmp)
             lines[:0] = [f"Host {name}", f"  Port {port}"]
         config.write_text("\n".join(lines) + "\n")
@@ -135,6 +147,12 @@ def cluster(
             node.sshd.send_signal(signal.SIGCONT)
             node.sshd.kill()
             node.sshd.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _await(node: SshNode, directory: Path) -> None:
