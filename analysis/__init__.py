@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import polars as pl
@@ -11,11 +12,11 @@ from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
-from pulse_bpf.analysis.port_bursts import port_bursts
+from pulse_bpf.analysis.port_bursts import narrowest_bins, port_bursts
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
-__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "measure_with", "operators"]
+__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "measure_with", "operators", "rows"]
 
 
 def analyze(dirs: Sequence[Path], window: Window | None = None) -> Findings:
@@ -33,53 +34,94 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 
 def measure(
-    recording: Recording, on_read: Callable[[int], object] | None = None
+    recording: Recording,
+    on_read: Callable[[int], object] | None = None,
+    on_rows: Callable[[pl.DataFrame], object] | None = None,
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS).
 
     Of nodes whose operators the recording holds, these are taken, and what their flows are with them. `on_read` is told
-    how many samples were read, batch after batch.
+    how many samples were read, batch after batch, `on_rows` gets all rows as `rows` gives them.
     """
-    kept, flows = (
-        recording.kept(table, schema)
-        for table, schema in (("operators", metrics.OPERATORS), ("flows", attribute.FLOWS))
-    )
-    if kept.is_empty():
-        flows = attribute.flows(recording)
-        return measure_with(recording, flows, on_read=on_read), flows
-    known = kept["node"].unique()
-    if set(recording.samples.nodes) <= set(known):
-        return kept, flows
-    others = attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))
-    flows = pl.concat([flows, others])
-    return metrics.together([kept, measure_with(recording, flows, known, on_read)]), flows
+    kept, flows = _kept(recording)
+    return measure_with(recording, flows, kept, on_read, on_rows), flows
 
 
 def measure_with(
     recording: Recording,
     flows: pl.DataFrame,
-    known: Collection[str] = (),
+    kept: pl.DataFrame | None = None,
     on_read: Callable[[int], object] | None = None,
+    on_rows: Callable[[pl.DataFrame], object] | None = None,
 ) -> pl.DataFrame:
-    """The operators table of the nodes in `recording` that have samples, but those `known`; `flows` say whose they are.
+    """The operators `kept`, and those of the other nodes in `recording` that have samples; `flows` say whose they are.
 
-    Of each node only its own data is used.
+    Of each node only its own data is used; the rest as `measure` has it.
     """
-    called, sent = segment.program(recording["ops"])
+    kept = pl.DataFrame(schema=metrics.OPERATORS) if kept is None else kept
+    if on_rows and not kept.is_empty():
+        on_rows(kept)
+    parts = [kept]
+    for blocks in _blocks(recording, flows, kept, on_read):
+        held = []
+        for block in blocks:
+            held.append(block)
+            if on_rows:
+                on_rows(metrics.table([block]))
+        parts.append(metrics.table(held))
+    ports = port_bursts(_ports(recording, kept), map(narrowest_bins, parts))
+    if on_rows:
+        on_rows(ports)
+    return pl.concat([*parts, ports])
+
+
+def rows(recording: Recording) -> Iterator[pl.DataFrame]:
+    """The operators table some rows at a time, in no order but that of the nodes: for tables too large for memory."""
+    kept, flows = _kept(recording)
+    narrowest = [narrowest_bins(kept)]
+    yield kept
+    for blocks in _blocks(recording, flows, kept, None):
+        for block in blocks:
+            table = metrics.table([block])
+            narrowest.append(narrowest_bins(table))
+            yield table
+    yield port_bursts(_ports(recording, kept), narrowest)
+
+
+def _kept(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The operators that `recording` holds, and the owners of all QPs: those that it holds, and of the other nodes."""
+    kept, flows = (
+        recording.kept(table, schema)
+        for table, schema in (("operators", metrics.OPERATORS), ("flows", attribute.FLOWS))
+    )
+    known = kept["node"].unique()
+    if kept.is_empty():
+        return kept, attribute.flows(recording)
+    if set(recording.samples.nodes) <= set(known):
+        return kept, flows
+    others = attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))
+    return kept, pl.concat([flows, others])
+
+
+def _ports(recording: Recording, kept: pl.DataFrame) -> pl.DataFrame:
+    return recording["port_samples"].filter(~pl.col("node").is_in(kept["node"].unique().implode()))
+
+
+def _blocks(
+    recording: Recording, flows: pl.DataFrame, kept: pl.DataFrame, on_read: Callable[[int], object] | None
+) -> Iterator[Iterator[pl.DataFrame]]:
+    """What metrics.measure makes of some nodes, then of others, without those `kept`; one is to be read to its end
+    before the next."""
+    known = set(kept["node"].unique())
     covered = attribute.covered(recording)
-    unknown = (batch for batch in _read(recording, on_read) if not set(batch.nodes) <= set(known))
-    parts = [
-        metrics.measure(
-            segments,
-            called.filter(pl.col("node").is_in(nodes)),
-            flows.filter(pl.col("node").is_in(nodes)),
-            recording.samples.unlisted,
-            covered,
-        )
-        for nodes, segments in stream.segment(unknown, flows, called, sent, covered)
-    ]
-    ports = recording["port_samples"].filter(~pl.col("node").is_in(list(known)))
-    return metrics.together([*parts, port_bursts(ports, parts)])
+    for nodes, batches in groupby(_read(recording, on_read), lambda batch: batch.nodes):
+        if set(nodes) <= known:
+            continue
+        here = pl.col("node").is_in(nodes)
+        own = flows.filter(here)
+        called, sent = segment.program(recording["ops"].filter(here))
+        segments = stream.segment(batches, own, called, sent, covered)
+        yield metrics.measure(segments, called, own, recording.samples.unlisted, covered)
 
 
 def _read(recording: Recording, on_read: Callable[[int], object] | None) -> Iterator[Batch]:

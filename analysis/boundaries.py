@@ -23,6 +23,11 @@ TINY = 1e-4
 # How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
 # end.
 MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
+# Silences of so many bins are no part of an operator of a few bytes, and of operators of one size, so many lie between
+# such silences alone, each with no other call before its end.
+APART_BINS, MOSTLY_ALONE = 8, 0.5
+# What operators of a few bytes move is believed beyond so many standard errors.
+SURE_ERRORS = 3.0
 # Bins that what is carried between two calls fills at least where it is compared with their volumes.
 LEAST_BINS = 8
 # Of the calls after a pause, so many tell of a host that waited.
@@ -88,10 +93,11 @@ def learn(
         if (rows >= 0).sum() >= MOSTLY * len(rows):
             anchored[np.flatnonzero(waited)[rows >= 0]] = True
             low[anchored] = before[rows[rows >= 0]]
+    apart = np.r_[total[:-1][np.diff(t_ns) > APART_BINS * bin_ns], total[-1]]
     curve = Curve(
         low.astype(float), silences, float(total[-1]), waited, bin_bytes, lossy, anchored, VOLUME_TOLERANCE
     )
-    expected, track = _fit(curve, expected, kind, certain)
+    expected, track = _fit(curve, expected, kind, certain, apart)
     step_ns = np.inf
     if anchored.any():
         steps = np.flatnonzero(anchored)
@@ -143,16 +149,24 @@ def _learn(
     return (factor if paced else np.ones(len(volume))), paced
 
 
-def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tuple[Floats, Track]:
-    """The bytes of each operator, and where they are in the curve of a process whose calls run ahead."""
+def _fit(
+    curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags, apart: Longs
+) -> tuple[Floats, Track]:
+    """The bytes of each operator, and where they are in the curve of a process whose calls run ahead.
+
+    In `apart`, of the cumulated bytes, something ends that is followed by nothing for long.
+    """
     factors = _factors(curve, volume)
     if certain.all():
         factors = factors[(factors >= 0.9) & (factors <= 2.2)]
     best = best_track(curve, volume, factors)
     expected = volume * best[0]
     best, expected = _by_kind(curve, kind, expected, best)
+    expected, seen = _alone(curve, best[1], kind, expected, apart)
+    if seen.any():
+        best = best_track(curve, expected, np.ones(1))
     first, guessed = best, expected
-    best, expected = _refined(curve, best, volume, kind, expected, np.zeros_like(certain))
+    best, expected = _refined(curve, best, volume, kind, expected, seen)
     moved = _by_protocol(guessed / volume, 1e-9) & (np.abs(expected - guessed) > LINES)
     # What is learned to be another protocol's is no chance.
     moved &= ~_by_protocol(expected / volume, 0.1 * VOLUME_TOLERANCE)
@@ -162,7 +176,7 @@ def _fit(curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags) -> tu
         again, kept = _refined(curve, first, volume, kind, guessed, moved)
         if best[1].snapped.sum() <= again[1].snapped.sum() + len(np.unique(kind[moved])):
             best, expected = again, kept
-    unseen = (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
+    unseen = ~seen & (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
         best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))
@@ -192,6 +206,40 @@ def _refined(
         if settled:
             break
     return best, expected
+
+
+def _alone(
+    curve: Curve, track: Track, kind: NDArray[Any], expected: Floats, apart: Longs
+) -> tuple[Floats, Flags]:
+    """The bytes of each operator, where those of a few bytes have what lies alone after the one before; and of which.
+
+    Headers, flags and rounding make many times their volume of them. Assumes that what was sent before the next call,
+    and long before anything else, is the operator's. One that does not use these queue pairs has nothing there.
+    """
+    known, seen = expected.copy(), np.zeros(len(expected), np.bool_)
+    numbers = np.unique(kind[expected <= LINES])
+    if not len(numbers):
+        return known, seen
+    begins, following = np.r_[0, apart], np.r_[curve.low[1:], curve.total]
+    # Between two calls there may be one such thing; otherwise it comes after what the track has before.
+    between = np.searchsorted(apart, following, "right") - np.searchsorted(apart, curve.low, "right") == 1
+    between &= np.isin(curve.low, begins) & np.isin(following, apart)
+    after = np.searchsorted((begins[1:] + begins[:-1]) / 2, track.starts)
+    near = np.abs(begins[after] - track.starts) <= ROUNDED
+    starts = np.where(between, curve.low, begins[after])
+    ends = apart[np.minimum(np.searchsorted(apart, starts, "right"), len(apart) - 1)]
+    sizes = ends - starts
+    alone = (between | near) & (sizes > 0) & (sizes <= LINES) & (ends <= following)
+    for number in numbers:
+        here = kind == number
+        there = here & (starts < curve.total)
+        if expected[here].max() > LINES or (there & alone).sum() < max(1.0, MOSTLY_ALONE * there.sum()):
+            continue
+        found = sizes[there & alone]
+        # What rounding adds differs, and an operator is done with the least.
+        known[here] = found[np.abs(found - np.median(found)) <= ROUNDED].min(initial=np.median(found))
+        seen |= here
+    return known, seen
 
 
 def _by_kind(
@@ -294,12 +342,13 @@ def _refine(
     rows = rows[free, :number]
     if rows.size == 0 or rows.max() == 0:
         return expected
-    scale = np.ones(len(numbers))
+    scale, error = np.ones(len(numbers)), np.zeros(len(numbers))
     kept = np.ones(number, np.bool_)
     for _ in range(2):
         scale[free] = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
         off = _misfit(rows, sizes, scale[free])
         kept = off <= max(np.median(off) * 4, 1.0)
+    error[free] = np.sqrt((off[kept] ** 2).mean() / np.maximum((rows[:, kept] ** 2).sum(1), 1e-9))
     refined = np.empty(count)
     for index in range(count):
         factor = scale[which[index]]
@@ -309,6 +358,10 @@ def _refine(
         size = expected[index] * factor
         # A few bytes may be many times what is called; too few are lost in the others' rounding.
         known = factor >= LEAST_FACTOR and (factor <= MOST_FACTOR or size <= ROUNDED)
+        sure = SURE_ERRORS * error[which[index]]
+        known &= size > LINES or factor > sure
+        if known and abs(factor - 1.0) <= sure:
+            size = expected[index]
         refined[index] = round(size, 3) if known else 0.0
     return refined
 

@@ -26,6 +26,8 @@ MAX_BIN_NS = 2_000_000
 TOLERANCE, SUCCESSIVE = 0.004, 4
 # Beginning and end of a recording cut calls: by so much may what was carried differ from what was called.
 PLAUSIBLE = 0.4
+# A clear-to-send on the wire, and what a source may round what a queue pair moves in a bin up to.
+CONTROL_BYTES, UNIT_BYTES = 142, 32
 # Below this many bytes a call is a few lines of NCCL's LL protocol, whose padding hides its size.
 TINY_BYTES = 16384
 
@@ -34,7 +36,8 @@ _SILENCES = np.array(SILENCES, np.int64)
 
 class Bursts(NamedTuple):
     """Of each stream, 2 x flow in `flows` + 1 where sent: bytes without repeats (`total`), in which multiple of
-    WARMUP_NS from `start_ns` they are (`slot`, -1 without any), and the bin's width.
+    WARMUP_NS from `start_ns` they are (`slot`, -1 without any), the bin's width, and whether they may be nothing but
+    clear-to-sends with headers (`control`).
 
     `sizes` holds the bytes between silences, sorted, of stream s and the SILENCES[i]-th length from
     offsets[len(SILENCES) * s + i] on.
@@ -45,6 +48,7 @@ class Bursts(NamedTuple):
     slot: Longs
     total: Longs
     bin_ns: Longs
+    control: NDArray[np.bool_]
     sizes: Longs
     offsets: Longs
 
@@ -64,11 +68,17 @@ class Bursts(NamedTuple):
                 "slot": self.slot,
                 "total": self.total,
                 "bin_ns": self.bin_ns,
+                "control": self.control,
                 "sizes": [self.sizes[self.offsets[i * silences] : end] for i, end in enumerate(ends)],
                 "lengths": list(lengths.reshape(-1, silences)),
             },
             schema=CARRIED,
         )
+
+    def controls(self) -> pl.DataFrame:
+        """flow, tx, rx: whether there were bytes, each bin's as many as some clear-to-sends have."""
+        seen = self.control & (self.total > 0)
+        return pl.DataFrame({"flow": self.flows, "tx": seen[1::2], "rx": seen[::2]})
 
 
 # What the streams of some nodes carried, as it travels: `lengths` says how many of the `sizes` each of SILENCES has.
@@ -78,6 +88,7 @@ _CARRIED: dict[str, pl.DataType | type[pl.DataType]] = {
     "slot": I64,
     "total": I64,
     "bin_ns": I64,
+    "control": BOOL,
     "sizes": pl.List(I64),
     "lengths": pl.List(I64),
 }
@@ -110,6 +121,7 @@ def from_table(table: pl.DataFrame, start_ns: int) -> Bursts:
         table["slot"].to_numpy(),
         table["total"].to_numpy(),
         table["bin_ns"].to_numpy(),
+        table["control"].to_numpy(),
         sizes.astype(np.int64),
         np.r_[0, np.cumsum(lengths)].astype(np.int64),
     )
@@ -126,6 +138,7 @@ def bursts(samples: Samples, flows: pl.Series, start_ns: int | None = None) -> B
     slot, last_ns, total, bin_ns = (np.full(streams, value, np.int64) for value in (-1, 0, 0, 0))
     since = np.zeros((streams, len(SILENCES)), np.int64)
     counts = np.zeros((streams, len(SILENCES)), np.int64)
+    control = np.ones(streams, np.bool_)
     found = [np.zeros((2, 0), np.int64)]
     silent = set(order.tolist())
     for batch in samples.batches(start_ns + WARMUP_NS, silent) if streams else ():
@@ -149,6 +162,7 @@ def bursts(samples: Samples, flows: pl.Series, start_ns: int | None = None) -> B
                 bin_ns,
                 since,
                 counts,
+                control,
             )
         )
     running = total[:, None] - since
@@ -157,7 +171,7 @@ def bursts(samples: Samples, flows: pl.Series, start_ns: int | None = None) -> B
     which, sizes = np.concatenate(found, axis=1)
     ordered = np.lexsort((sizes, which))
     offsets = np.searchsorted(which[ordered], np.arange(running.size + 1))
-    return Bursts(order, start_ns, slot, total, bin_ns, sizes[ordered], offsets)
+    return Bursts(order, start_ns, slot, total, bin_ns, control, sizes[ordered], offsets)
 
 
 @compiled
@@ -175,6 +189,7 @@ def _add(
     bin_ns: Longs,
     since: Longs,
     counts: Longs,
+    control: NDArray[np.bool_],
 ) -> Longs:
     """The (stream and silence, size) of bursts that end; `flow` of the rows between two of `begins`, -1 for none.
 
@@ -212,6 +227,8 @@ def _add(
                     since[stream, level] = total[stream]
             last_ns[stream] = t_ns[row] + width_ns[row]
             total[stream] += net[row]
+            over = net[row] % CONTROL_BYTES
+            control[stream] &= over == 0 or (over < UNIT_BYTES and net[row] % UNIT_BYTES == 0)
     return np.asarray(ended[:, :many])
 
 

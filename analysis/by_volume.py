@@ -41,7 +41,7 @@ def score(
     has a queue pair of its own for each channel and peer; a shared one fits none.
     """
     way = dict(directions.select("flow", "direction").iter_rows())
-    calls = _Calls(ops, bursts.start_ns)
+    calls = _Calls(ops, bursts)
     streams, sequences, channels, replayed, known = [], [], [], [], []
     at = np.searchsorted(bursts.flows, candidates["flow"].to_numpy())
     for row, number in zip(candidates.iter_rows(named=True), at.tolist(), strict=True):
@@ -93,16 +93,19 @@ class _Found(NamedTuple):
 class _Calls:
     """What the calls of a candidate put on one queue pair, were there one channel; remembered in `sequences`."""
 
-    def __init__(self, ops: pl.DataFrame, start_ns: int) -> None:
+    def __init__(self, ops: pl.DataFrame, bursts: Bursts) -> None:
         captured = pl.col("origin").fill_null("call") == "capture"
-        slot = ((pl.col("call_ns") - start_ns) // WARMUP_NS).clip(0)
-        known = (
-            ops.filter(pl.col("comm_id").is_not_null(), pl.col("bytes") > 0)
-            .with_columns(captured=captured, slot=slot)
-            .select("node", "comm_id", "rank", "kind", "peer", "bytes", "call_ns", "captured", "slot")
-            .sort("call_ns")
+        slot = ((pl.col("call_ns") - bursts.start_ns) // WARMUP_NS).clip(0)
+        carried = ops.filter(pl.col("comm_id").is_not_null(), pl.col("bytes") > 0).select(
+            "node", "comm_id", "rank", "kind", "peer", "bytes", "call_ns", captured=captured, slot=slot
         )
-        self._of_rank = known.partition_by("node", "comm_id", "rank", as_dict=True)
+        rank = ["node", "comm_id", "rank"]
+        self._ranks = set(carried.select(rank).unique().iter_rows())
+        # Of a long recording only what was called while a queue pair carried its first bytes.
+        asked = pl.col("captured") | pl.col("slot").is_in(np.unique(bursts.slot))
+        known = carried.filter(asked).sort("call_ns")
+        self._none = known.clear()
+        self._of_rank = known.partition_by(rank, as_dict=True)
         self._known: dict[tuple[object, ...], _Found] = {}
         self.sequences: list[Floats] = [np.zeros(0)]
 
@@ -120,9 +123,9 @@ class _Calls:
 
     def _derive(self, key: tuple[object, ...], nranks: int) -> _Found:
         node, comm, rank, use, kind, peer, slot = key
-        calls = self._of_rank.get((node, comm, rank))
-        if calls is None:
+        if (node, comm, rank) not in self._ranks:
             return _Found((-1, -1), 1, False)
+        calls = self._of_rank.get((node, comm, rank), self._none)
         # What was captured is replayed nobody knows how often.
         replayed = bool(calls["captured"].any())
         calls = calls.filter("captured") if replayed else calls.filter(pl.col("slot") == slot)

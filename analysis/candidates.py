@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.analysis.bursts import Bursts
 from pulse_bpf.analysis.by_volume import TO_ALL, TWO_SIDED
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.pairing import ENDS, FOREVER
@@ -13,28 +14,43 @@ from pulse_bpf.schema import I32, STR
 CONTROL_SHARE = 0.05
 
 
-def data_directions(totals: pl.DataFrame, known: pl.DataFrame, possible: pl.DataFrame) -> pl.DataFrame:
-    """flow, `direction`: which way most bytes of each flow went, by what both its ends saw (`totals`); and `data`, that
-    way where what went the other way can only be control.
+def data_directions(carried: Bursts, known: pl.DataFrame, possible: pl.DataFrame, wire: bool) -> pl.DataFrame:
+    """flow, `direction`: which way the data of each flow went, by what both its ends `carried`; and `data`, that way
+    where what went the other way can only be control.
 
-    NCCL's connections carry data one way, and small clear-to-send writes the other, which not all sources tell apart.
+    NCCL's connections carry data one way, and small clear-to-send writes the other, which not all sources tell apart:
+    by far the most bytes are data. Where a few bytes are all there is, and headers are counted (`wire`), a way is
+    control that has nothing but whole clear-to-sends, while the other has not. Assumes that both ends were recorded:
+    without that, what goes the other way may just not be seen.
     """
-    there = totals.select(
-        pl.col("flow").alias("peer_flow"), pl.col("rx").alias("out"), pl.col("tx").alias("back")
+    seen = carried.totals().join(carried.controls(), on="flow", suffix="_control")
+    there = seen.select(
+        pl.col("flow").alias("peer_flow"),
+        *(pl.col(name).alias(other) for name, other in (("rx", "out"), ("tx", "back"))),
+        *(
+            pl.col(f"{name}_control").alias(f"{other}_control")
+            for name, other in (("rx", "out"), ("tx", "back"))
+        ),
     )
     pairs = pl.concat([frame.select("flow", "peer_flow") for frame in (known, possible)])
+    controls = [f"{name}_control" for name in ("tx", "rx", "out", "back")]
     both = (
-        pairs.join(totals, on="flow", how="left")
+        pairs.join(seen, on="flow", how="left")
         .join(there, on="peer_flow", how="left")
         .group_by("flow", maintain_order=True)
-        .agg(pl.col("tx", "rx").first(), pl.col("out", "back").mean())
+        .agg(pl.col("tx", "rx").first(), pl.col("out", "back").mean(), pl.col(controls).any())
     )
     sent, received = pl.sum_horizontal("tx", "out"), pl.sum_horizontal("rx", "back")
-    direction = pl.when(sent >= received).then(pl.lit("tx")).otherwise(pl.lit("rx"))
+    most = pl.when(sent >= received).then(pl.lit("tx")).otherwise(pl.lit("rx"))
     less = pl.min_horizontal(sent, received)
-    control = (less > 0) & (less <= CONTROL_SHARE * pl.max_horizontal(sent, received))
+    little = (less > 0) & (less <= CONTROL_SHARE * pl.max_horizontal(sent, received))
+    none_sent = pl.any_horizontal("tx_control", "out_control")
+    none_received = pl.any_horizontal("rx_control", "back_control")
+    known_ends = pl.lit(wire) & pl.col("out").is_not_null() & (none_sent != none_received)
+    by_size = pl.when(none_sent).then(pl.lit("rx")).otherwise(pl.lit("tx"))
+    direction = pl.when(known_ends).then(by_size).otherwise(most)
     return both.filter(sent + received > 0).select(
-        "flow", direction=direction, data=pl.when(control).then(direction)
+        "flow", direction=direction, data=pl.when(little | known_ends).then(direction)
     )
 
 

@@ -9,7 +9,7 @@ import polars as pl
 
 from pulse_bpf.analysis.capped import find_capped
 from pulse_bpf.analysis.findings import Finding
-from pulse_bpf.analysis.held import find_held
+from pulse_bpf.analysis.held import beside, find_held, no_brake
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.inside import behind_ports, find_inside
 from pulse_bpf.analysis.lags import lags
@@ -89,14 +89,24 @@ def _causes(
         ranks, tables["comms"], tables.get("channels")
     )
     network = find_marked(aligned, flows, asked, tables["events"])
+    held = find_held(aligned, tables["nics"]) if one_clock and not network else []
+    # What a machine that is slow inside takes and sends at a constant rate looks like a ceiling of the ports there.
+    driven = [item for item in capped if item.scope == "nic" and no_brake(aligned, item)]
+    if held and any(beside(aligned, item, held[0]) for item in driven):
+        machine = [item for item in late if item.node == held[0].node] or held
+        return [
+            *machine,
+            *(item for item in capped if item not in driven or not beside(aligned, item, held[0])),
+        ], []
+    capped = [replace(item, confidence=0.4) if item in driven else item for item in capped]
     if capped or network:
         # Around slow flows others come late, those of a ring or of few pairs clearly less than what causes it: beside
         # a port with a ceiling, another machine's own lateness stands; of a path's flows, both ends may look late.
         places = {place for item in capped for place in (item.node, *(item.nodes or ()))}
         if network or len(places) >= MOST_FAULTS:
             late = []
-        elif not late and one_clock:
-            late = find_held(aligned, tables["nics"])
+        elif not late:
+            late = held
         return [*capped, *network, *(item for item in late if item.node not in places)], []
     if pressed(asked):
         # Whom the network slows down makes others late, and which rank is late by itself is not known.
@@ -116,7 +126,7 @@ def _causes(
     if found:
         return found, unexplained
     # What flows in fits and starts through a machine that is slow inside seems slow now and then.
-    inside = find_inside(aligned) or (find_held(aligned, tables["nics"]) if one_clock else [])
+    inside = find_inside(aligned) or held
     return inside, [] if inside else unexplained
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from numba import njit
+from numba.core import event
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -33,3 +36,59 @@ def compiled(function: F) -> F:
         kept = made._cache._cache_file
         kept._source_stamp = (kept._source_stamp, SOURCES)
     return cast(F, made)
+
+
+@contextmanager
+def when_compiling(tell: Callable[[], object]) -> Iterator[None]:
+    """Calls `tell` before the first function is compiled that was not kept, and keeps Ctrl-C from getting lost in LLVM.
+
+    LLVM calls back into Python, and what is raised there it drops: until it is done, an interruption waits.
+    """
+    listeners = {"numba:compile": _Once(tell), "numba:llvm_lock": _Uninterrupted()}
+    events: Any = event  # numba has no types
+    for kind, listener in listeners.items():
+        events.register(kind, listener)
+    try:
+        yield
+    finally:
+        for kind, listener in listeners.items():
+            events.unregister(kind, listener)
+
+
+class _Once(event.Listener):
+    def __init__(self, tell: Callable[[], object]) -> None:
+        self._tell: Callable[[], object] | None = tell
+
+    def on_start(self, _event: event.Event) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
+
+    def on_end(self, _event: event.Event) -> None:
+        pass
+
+
+class _Uninterrupted(event.Listener):
+    def __init__(self) -> None:
+        self._depth, self._interrupted = 0, False
+        self._usual: Any = None
+
+    def on_start(self, _event: event.Event) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if self._depth == 0:
+            self._usual = signal.signal(signal.SIGINT, self._wait)
+        self._depth += 1
+
+    def on_end(self, _event: event.Event) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            signal.signal(signal.SIGINT, self._usual)
+            if self._interrupted:
+                self._interrupted = False
+                signal.raise_signal(signal.SIGINT)
+
+    def _wait(self, *_: object) -> None:
+        self._interrupted = True

@@ -21,9 +21,13 @@ LEAST, MOST = 0.02, 0.5
 # In what share of the operators it must be that machine, and how much the next may hold up of what it does.
 FIRST, NEXT = 0.6, 0.6
 # A machine whose sender is held up as much as it itself, to this share, is what holds up both.
-ALIKE = 0.7
+ALIKE = 0.6
 # When bytes were sent and when they came may differ by so many bins, or by so much of the operator.
 AGREE_BINS, AGREE = 2.0, 0.02
+# A port whose ceiling is so much above what the other ports of its operators do on average holds up none of them.
+ABOVE = 1.2
+# Bytes in an operator may move faster than a ceiling by so much where some of them were counted with another.
+AT_CEILING = 1.1
 OPERATOR = ["comm_id", "kind", "step"]
 RING = [*OPERATOR, "nic"]
 
@@ -88,6 +92,53 @@ def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
             next_check=f"on {node}: nvidia-smi -q -d PERFORMANCE,CLOCK; nvidia-smi nvlink -s; top -b -n 1",
         )
     ]
+
+
+def no_brake(aligned: pl.DataFrame, port: Finding) -> bool:
+    """Whether a port with a ceiling (its first evidence, Gbit/s) moves more than the other ports of its rings do on
+    average: what they wait for is then something else.
+
+    What a slow GPU takes from a port comes at one constant rate, as from a slow port, but its other rings are as slow,
+    where those of a slow port, which share nothing with it, are done before.
+    """
+    span_ns = pl.col("last_byte_ns").max() - pl.col("start_ns").min()
+    sent = aligned.filter(
+        pl.col("level") == "flow",
+        pl.col("direction") == "tx",
+        pl.col("step").is_not_null(),
+        pl.col("end_ns").is_not_null(),
+        ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
+    )
+    # Each machine of a tree may send to several, or gets from several.
+    one = (pl.col("peer_node").n_unique() == 1).over(*OPERATOR, "node")
+    from_one = (pl.col("node").n_unique() == 1).over(*OPERATOR, "peer_node")
+    rates = (
+        sent.filter((one & from_one).all().over(OPERATOR))
+        .group_by(*OPERATOR, "node", "nic")
+        .agg(gbps=8 * pl.col("bytes").sum() / span_ns)
+    )
+    mine = (pl.col("node") == port.node) & (pl.col("nic") == port.nic)
+    ceiling_gbps = port.evidence[0].value
+    shares = (
+        rates.group_by(OPERATOR)
+        .agg(
+            own=pl.col("gbps").filter(mine).first(),
+            others=pl.col("gbps").filter(pl.col("nic") != port.nic).median(),
+        )
+        .filter(pl.col("own") <= AT_CEILING * ceiling_gbps)
+        .select(ceiling_gbps / pl.col("others"))
+        .to_series()
+        .drop_nulls()
+    )
+    return len(shares) >= MIN_OPERATORS and float(shares.median()) >= ABOVE  # type: ignore[arg-type]
+
+
+def beside(aligned: pl.DataFrame, port: Finding, machine: Finding) -> bool:
+    """Whether a port sends for or to a machine."""
+    to_it = (
+        (pl.col("node") == port.node) & (pl.col("nic") == port.nic) & (pl.col("peer_node") == machine.node)
+    )
+    return port.node == machine.node or not aligned.filter(pl.col("direction") == "tx", to_it).is_empty()
 
 
 def _pair(nodes: pl.DataFrame) -> list[str]:

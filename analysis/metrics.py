@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 import polars as pl
@@ -36,6 +37,8 @@ _FURTHER: dict[str, pl.DataType | type[pl.DataType]] = {
 OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 
 LEVELS = ("call", "flow", "nic", "traffic", "unattributed")
+# Rows that are made at a time: enough that what it costs to make some does not show, few beside what Python takes.
+BLOCK_ROWS = 65536
 UNLISTED = "its queue pair is not listed"
 
 # What rows have of the flows whose totals (Segments.totals) they put together.
@@ -54,9 +57,10 @@ def measure(
     flows: pl.DataFrame,
     unlisted: pl.DataFrame,
     covered: pl.DataFrame,
-) -> pl.DataFrame:
-    """The operators table: the columns of the recording format, and these of its own; `port_bursts` adds rows.
+) -> Iterator[pl.DataFrame]:
+    """The operators table of some nodes, about BLOCK_ROWS rows at a time, of which `table` makes one.
 
+    It has the columns of the recording format, and these of its own; `port_bursts` adds rows.
     `level`: "flow" for one operator on one flow group; "nic" for one operator and direction of a NIC, summed
     over its peers, where there are several; "call" for an operator that moved no bytes here; "traffic" for bytes
     of a flow group outside every call seen, burst by burst where it has none, and for control that its source counts as
@@ -72,33 +76,25 @@ def measure(
     texts = _texts(operators, segments.groups, flows, unlisted)
     operators = _cast(_with_coverage(operators, covered).drop("root"), texts)
     groups = _cast(segments.groups, texts)
-    # Calls that no flow carried a byte of have a row of their own, which stands for the groups they should use.
-    of_call = _places(operators["op"], segments.cuts["op"])
-    carried = np.zeros(operators.height, np.bool_)
-    carried[of_call[(segments.cuts["bytes"] > 0).to_numpy()]] = True
-    cuts, of_call = segments.cuts.filter(pl.Series(carried[of_call])), of_call[carried[of_call]]
-    of_group = _places(groups["group"], cuts["group"])
-    of_flow = pl.concat(
-        [
-            cuts.drop("op", "group"),
-            groups.select(*PORT[1:], "peer_pid", "peer_rank", "peer_node", "peer_nic", "flows")[of_group],
-            operators[of_call],
-        ],
-        how="horizontal",
-    ).with_columns(
-        level=pl.lit("flow", texts["level"]), bin_ns=pl.when(pl.col("start_ns").is_not_null()).then("bin_ns")
-    )
-    silent = operators.filter(pl.Series(~carried)).with_columns(
-        level=pl.lit("call", texts["level"]),
-        direction=pl.lit("tx", texts["direction"]),
-        bytes=pl.lit(0, I64),
-    )
-    of_nics = _of_nics(segments.sums, of_flow, operators, groups).with_columns(
-        level=pl.lit("nic", texts["level"])
-    )
-    own = pl.concat([of_flow, of_nics, silent], how="diagonal").with_columns(
-        origin=pl.coalesce("origin", pl.lit("call", texts["origin"]))
-    )
+    cuts, sums = segments.cuts, segments.sums
+    # In the order of calls, so that some calls at a time have all their rows.
+    of_call, of_sum = (_places(operators["op"], frame["op"]) for frame in (cuts, sums))
+    in_order, sums_in_order = (np.argsort(place, kind="stable") for place in (of_call, of_sum))
+    of_call, of_sum = of_call[in_order], of_sum[sums_in_order]
+    filled = np.maximum(np.bincount(of_call, minlength=operators.height), 1).cumsum()
+    edges = np.unique(np.searchsorted(filled, np.arange(0, filled[-1], BLOCK_ROWS))) if len(filled) else [0]
+    before_ns = pl.Series("op_end_ns", [None], I64)
+    for begin, end in pairwise([*edges, operators.height]):
+        here, there = (np.searchsorted(place, [begin, end]) for place in (of_call, of_sum))
+        own, before_ns = _of_calls(
+            cuts[in_order[slice(*here)]],
+            sums[sums_in_order[slice(*there)]],
+            operators[begin:end],
+            groups,
+            texts,
+            before_ns,
+        )
+        yield own
     traffic = segments.outside.join(groups.drop("use"), on="group").with_columns(
         bytes=pl.col("net") + pl.col("retx_bytes"),
         last_byte_ns=pl.col("last_ns") + pl.col("bin_ns"),
@@ -123,17 +119,55 @@ def measure(
         .agg(_OF_TOTALS)
         .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
     )
-    parts = [_timed(own, operators), traffic, _cast(control, texts), _cast(unattributed, texts)]
-    table = _sorted(pl.concat(parts, how="diagonal_relaxed"))
-    return table.select(
-        (pl.col(name) if name in table.columns else pl.lit(None)).cast(dtype).alias(name)
-        for name, dtype in OPERATORS.items()
+    parts = [traffic, _cast(control, texts), _cast(unattributed, texts)]
+    yield _complete(pl.concat(parts, how="diagonal_relaxed"), texts)
+
+
+def _of_calls(
+    cuts: pl.DataFrame,
+    sums: pl.DataFrame,
+    operators: pl.DataFrame,
+    groups: pl.DataFrame,
+    texts: dict[str, pl.Enum],
+    before_ns: pl.Series,
+) -> tuple[pl.DataFrame, pl.Series]:
+    """The rows of the calls `operators`, which follow one that ended at `before_ns`, and when their last one ended."""
+    # Calls that no flow carried a byte of have a row of their own, which stands for the groups they should use.
+    of_call = _places(operators["op"], cuts["op"])
+    carried = np.zeros(operators.height, np.bool_)
+    carried[of_call[(cuts["bytes"] > 0).to_numpy()]] = True
+    cuts, of_call = cuts.filter(pl.Series(carried[of_call])), of_call[carried[of_call]]
+    of_group = _places(groups["group"], cuts["group"])
+    of_flow = pl.concat(
+        [
+            cuts.drop("op", "group"),
+            groups.select(*PORT[1:], "peer_pid", "peer_rank", "peer_node", "peer_nic", "flows")[of_group],
+            operators[of_call],
+        ],
+        how="horizontal",
+    ).with_columns(
+        level=pl.lit("flow", texts["level"]), bin_ns=pl.when(pl.col("start_ns").is_not_null()).then("bin_ns")
     )
+    silent = operators.filter(pl.Series(~carried)).with_columns(
+        level=pl.lit("call", texts["level"]),
+        direction=pl.lit("tx", texts["direction"]),
+        bytes=pl.lit(0, I64),
+    )
+    of_nics = _of_nics(sums, of_flow, operators, groups).with_columns(level=pl.lit("nic", texts["level"]))
+    own = pl.concat([of_flow, of_nics, silent], how="diagonal").with_columns(
+        origin=pl.coalesce("origin", pl.lit("call", texts["origin"]))
+    )
+    own, end_ns = _timed(own, operators, before_ns)
+    return _complete(own, texts), end_ns
 
 
-def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
-    """The operators tables of nodes, given in the order of their names, as one."""
-    return pl.concat([pl.DataFrame(schema=OPERATORS), *tables])
+def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """OPERATORS of the `blocks`, which are of the same nodes, in an order that does not depend on how rows came."""
+    whole = blocks[0] if len(blocks) == 1 else pl.concat(blocks)
+    names = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
+    order = pl.arg_sort_by(*names, "peer_nic", "comm_id", "start_ns", "bytes").alias("order")
+    text = whole.select(pl.col(pl.Enum)).columns
+    return whole[whole.select(order)["order"]].cast(dict.fromkeys(text, STR))
 
 
 def _texts(*frames: pl.DataFrame) -> dict[str, pl.Enum]:
@@ -155,11 +189,12 @@ def _cast(frame: pl.DataFrame, texts: dict[str, pl.Enum]) -> pl.DataFrame:
     return frame.cast({name: texts[name] for name, dtype in frame.schema.items() if dtype == STR})
 
 
-def _sorted(table: pl.DataFrame) -> pl.DataFrame:
-    """The table in an order that does not depend on how its rows came."""
-    names = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
-    order = pl.arg_sort_by(*names, "peer_nic", "comm_id", "start_ns", "bytes").alias("order")
-    return table[table.select(order)["order"]]
+def _complete(frame: pl.DataFrame, texts: dict[str, pl.Enum]) -> pl.DataFrame:
+    """`frame` with exactly the columns OPERATORS, text as `texts` has it."""
+    return frame.select(
+        (pl.col(name) if name in frame.columns else pl.lit(None)).cast(texts.get(name, dtype)).alias(name)
+        for name, dtype in OPERATORS.items()
+    )
 
 
 def _places(of: pl.Series, wanted: pl.Series) -> Longs:
@@ -201,8 +236,13 @@ def _of_nics(
     return pl.concat([rows.drop("op"), operators.drop("covered")[of_call]], how="horizontal")
 
 
-def _timed(own: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
-    """Adds completion, end and what depends on the process's other operators, of which there are `operators`."""
+def _timed(
+    own: pl.DataFrame, operators: pl.DataFrame, before_ns: pl.Series
+) -> tuple[pl.DataFrame, pl.Series]:
+    """`own` with completion, end and what depends on the process's other operators, and the end of the last of these.
+
+    They are `operators` and the one before them, which ended at `before_ns`.
+    """
     complete = pl.col("completion") >= 1 - VOLUME_TOLERANCE
     own = own.with_columns(
         # What should have moved may be nothing, and then nothing is known of how much of it has.
@@ -221,9 +261,12 @@ def _timed(own: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
         ends, on="op", how="left", maintain_order="left"
     )
     of_calls = of_calls.select(
-        "op_end_ns", prev_end_ns=pl.when(pl.col("program_pos") > 0).then(pl.col("op_end_ns").shift(1))
+        "op_end_ns",
+        prev_end_ns=pl.when(pl.col("program_pos") > 0).then(
+            pl.concat([before_ns, of_calls["op_end_ns"]]).head(of_calls.height)
+        ),
     )
-    return pl.concat([own, of_calls[_places(operators["op"], own["op"])]], how="horizontal").with_columns(
+    timed = pl.concat([own, of_calls[_places(operators["op"], own["op"])]], how="horizontal").with_columns(
         start_lag_ns=pl.col("start_ns") - pl.col("prev_end_ns"),
         tail_ns=pl.col("op_end_ns") - pl.col("end_ns"),
         gap_sender_ns=pl.lit(0, I64),
@@ -232,3 +275,4 @@ def _timed(own: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
         confidence=pl.when(pl.col("paced").fill_null(False)).then(1.0).otherwise(0.7),
         **{name: pl.when(pl.col("credits_during") > 0).then(name) for name in CREDITS},
     )
+    return timed, of_calls["op_end_ns"].tail(1)

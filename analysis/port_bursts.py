@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import polars as pl
@@ -19,22 +19,21 @@ LONGEST = 16
 WHERE = ["node", "nic", "port", "direction"]
 
 
-def port_bursts(samples: pl.DataFrame, operators: Sequence[pl.DataFrame]) -> pl.DataFrame:
+def narrowest_bins(operators: pl.DataFrame) -> pl.DataFrame:
+    """node, nic, port, direction, seen_ns: the narrowest bins of the `operators` (metrics.OPERATORS) of a port."""
+    of_flows = operators.filter(pl.col("level") == "flow")
+    return of_flows.group_by(WHERE).agg(pl.col("bin_ns").min().alias("seen_ns"))
+
+
+def port_bursts(samples: pl.DataFrame, narrowest: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Rows of level "port" (metrics.OPERATORS): the pieces, between silent bins, of what ports moved.
 
-    `samples` are port_samples, of which the narrowest bins of each port count, and none where the rows of `operators`
-    on it have bins nearly as narrow. A piece has bytes, start_ns, last_byte_ns, active_ns, max_gbps, wmed_gbps (the
-    byte-weighted median bin) and bin_ns; it may belong to several operators at once. Bins in which only control
-    packets moved are silent.
+    `samples` are port_samples, of which the narrowest bins of each port count, and none where operators on it have bins
+    nearly as narrow (`narrowest_bins` of all). A piece has bytes, start_ns, last_byte_ns, active_ns, max_gbps,
+    wmed_gbps (the byte-weighted median bin) and bin_ns; it may belong to several operators at once. Bins in which only
+    control packets moved are silent.
     """
-    seen = pl.concat(
-        [
-            table.filter(pl.col("level") == "flow")
-            .group_by(WHERE)
-            .agg(pl.col("bin_ns").min().alias("seen_ns"))
-            for table in (pl.DataFrame(schema=OPERATORS), *operators)
-        ]
-    )
+    seen = pl.concat(narrowest).group_by(WHERE).agg(pl.col("seen_ns").min())
     size = pl.col("bytes") / pl.col("packets")
     rows = (
         samples.drop_nulls(["node", "nic", "direction", "t_ns", "bin_ns", "bytes"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -52,15 +52,13 @@ def segment(
     operators: pl.DataFrame,
     sent: pl.DataFrame,
     covered: pl.DataFrame,
-) -> Iterator[tuple[tuple[str, ...], Segments]]:
-    """What the samples in `batches` were cut into, some nodes after the other; the rest as Cutter has it."""
-    for nodes, of_nodes in groupby(batches, lambda batch: batch.nodes):
-        here = pl.col("node").is_in(nodes)
-        cutter = Cutter(flows.filter(here), operators.filter(here), sent, covered)
-        for until_ns, window in groupby(of_nodes, lambda batch: batch.until_ns):
-            frames = [batch.rows for batch in window]
-            cutter.feed(frames[0] if len(frames) == 1 else pl.concat(frames), until_ns)
-        yield nodes, cutter.finish()
+) -> Segments:
+    """What the samples in `batches`, all of the same nodes, were cut into; the rest as Cutter has it."""
+    cutter = Cutter(flows, operators, sent, covered)
+    for until_ns, window in groupby(batches, lambda batch: batch.until_ns):
+        frames = [batch.rows for batch in window]
+        cutter.feed(frames[0] if len(frames) == 1 else pl.concat(frames), until_ns)
+    return cutter.finish()
 
 
 class Cutter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,9 +54,18 @@ def main(argv: list[str] | None = None) -> int:
             raise
         _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Exception) as error:
+        if not _interrupted(error) or (arguments.debug and not isinstance(error, KeyboardInterrupt)):
+            raise
         _notices.print("pulse: interrupted", style="red", highlight=False)
         return PARTIAL
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind `error`: libraries that it interrupts may fail in their own way while they clean up."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -237,16 +247,15 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 def _analyze(arguments: argparse.Namespace) -> int:
     from pulse_bpf.analysis.text import explain, render
     from pulse_bpf.judge import judge
-    from pulse_bpf.store import write_file
+    from pulse_bpf.store import RowsFile
 
-    judged = judge(arguments.recordings, arguments.window, _notices)
-    findings = judged.findings
-    if arguments.explain:
-        write(explain(findings, arguments.explain))
-    else:
-        write(findings.to_json() if arguments.json else render(findings, arguments.top))
-    if arguments.operators:
-        write_file(arguments.operators, judged.operators.write_parquet)
+    with RowsFile(arguments.operators) if arguments.operators else nullcontext() as file:
+        on_rows = file.append if file else None
+        findings = judge(arguments.recordings, arguments.window, _notices, on_rows).findings
+        if arguments.explain:
+            write(explain(findings, arguments.explain))
+        else:
+            write(findings.to_json() if arguments.json else render(findings, arguments.top))
     if arguments.exit_code and findings.verdict == "anomaly":
         return ANOMALY
     return PARTIAL if findings.coverage["damaged_parts"] else OK

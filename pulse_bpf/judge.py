@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,10 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from pulse_bpf import analysis
+from pulse_bpf.analysis.compiled import when_compiling
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.seen import lost_events
 from pulse_bpf.analysis.window import Window
+
+COMPILING = "pulse: compiling the analysis, once after an installation; that takes half a minute or more"
 
 
 class Judged(NamedTuple):
@@ -26,9 +29,15 @@ class Judged(NamedTuple):
     findings: Findings
 
 
-def judge(directories: Sequence[Path], window: Window | None, console: Console) -> Judged:
+def judge(
+    directories: Sequence[Path],
+    window: Window | None,
+    console: Console,
+    on_rows: Callable[[pl.DataFrame], object] | None = None,
+) -> Judged:
     """What the recordings in `directories` say; a terminal behind `console` is shown how far that is, and what is lost.
 
+    `on_rows` gets the rows of the operators table as they are made, see analysis.measure.
     DataError when one of them is unusable, UsageError when nothing was recorded in the window.
     """
     columns = (
@@ -38,7 +47,10 @@ def judge(directories: Sequence[Path], window: Window | None, console: Console) 
         TimeRemainingColumn(compact=True),
         TextColumn("[yellow]{task.fields[losses]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with (
+        when_compiling(lambda: console.print(COMPILING, highlight=False, soft_wrap=True)),
+        Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
         task = progress.add_task("reading tables", total=None, losses="")
         recording = load(directories)
         progress.update(task, description="finding whose traffic", losses=_losses(recording))
@@ -53,7 +65,7 @@ def judge(directories: Sequence[Path], window: Window | None, console: Console) 
                 losses=_losses(recording),
             )
 
-        operators, flows = analysis.measure(recording, on_read)
+        operators, flows = analysis.measure(recording, on_read, on_rows)
         progress.update(task, description="comparing ranks", total=None)
         findings = analysis.conclude(recording, operators, flows, window)
     return Judged(recording, operators, flows, findings)

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,21 +120,88 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
     A device or pipe, as /dev/null is, is written into as it is. HostError when the disk is full or refuses.
     """
     with _explained(path):
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if _is_stream(path):
             write(path)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path.resolve(), write)
 
 
+class RowsFile:
+    """A Parquet file that `write_file` would make, but of rows that come one frame after the other, all of one schema.
+
+    What the disk refuses is raised at the end of the context (HostError): whoever makes the rows may need to go on.
+    After any other error in the context there is no file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._target = path if _is_stream(path) else _temporary(path.resolve())
+        self._writer: pq.ParquetWriter | None = None
+        self._refused: HostError | None = None
+
+    def __enter__(self) -> RowsFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._try(self._finish)
+        if self._target != self._path:
+            with suppress(OSError):
+                self._target.unlink()
+        if self._refused is not None and kind is None:
+            raise self._refused
+
+    def append(self, frame: pl.DataFrame) -> None:
+        """Adds the rows of `frame` as a row group."""
+        self._try(lambda: self._append(frame))
+
+    def _append(self, frame: pl.DataFrame) -> None:
+        table = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
+        if self._writer is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            text = frame.select(selectors.string()).columns
+            self._writer = pq.ParquetWriter(
+                self._target, table.schema, compression="zstd", use_dictionary=text
+            )
+        self._writer.write_table(table)
+
+    def _finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            if self._target != self._path:
+                _put(self._target, self._path.resolve())
+
+    def _try(self, step: Callable[[], None]) -> None:
+        if self._refused is None:
+            try:
+                with _explained(self._path):
+                    step()
+            except HostError as error:
+                self._refused = error
+
+
+def _is_stream(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
+
+
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = _temporary(path)
     try:
         write(temporary)
-        _fsync(temporary)
+        _put(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _put(temporary: Path, path: Path) -> None:
+    """Makes `temporary` the file `path`, so that it is there after a crash as well."""
+    _fsync(temporary)
     temporary.rename(path)
     _fsync(path.parent)
 

@@ -12,9 +12,12 @@ from pathlib import Path
 import polars as pl
 import pytest
 import recordings
+from polars.testing import assert_frame_equal
 from recordings import Fault
 
+from pulse_bpf import analysis, cli
 from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE
+from pulse_bpf.judge import COMPILING
 
 PULSE = [sys.executable, "-m", "pulse_bpf", "analyze"]
 
@@ -39,7 +42,7 @@ def test_a_healthy_recording(healthy: Path) -> None:
     result = _analyze(healthy, "--exit-code")
     assert result.returncode == OK
     assert result.stdout.startswith("Verdict: HEALTHY")
-    assert result.stderr == ""
+    assert result.stderr.replace(f"{COMPILING}\n", "") == ""
     assert max(map(len, result.stdout.splitlines())) < 100
 
 
@@ -68,7 +71,25 @@ def test_a_finding_is_explained_with_what_was_measured(tmp_path: Path) -> None:
 
 def test_operators_are_written_as_parquet(healthy: Path, tmp_path: Path) -> None:
     assert _analyze(healthy, "--operators", tmp_path / "ops.parquet").returncode == OK
-    assert pl.read_parquet(tmp_path / "ops.parquet").filter(pl.col("end_ns").is_not_null()).height > 0
+    written = pl.read_parquet(tmp_path / "ops.parquet")
+    assert_frame_equal(written, analysis.operators([healthy]), check_row_order=False, check_exact=True)
+    assert written.filter(pl.col("end_ns").is_not_null()).height > 0
+
+
+def test_ctrl_c_is_one_line_whatever_a_library_makes_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_arguments: object) -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("it was not compiled")
+
+    monkeypatch.setattr(cli, "_check", fails)
+    assert cli.main(["check"]) == PARTIAL
+    assert capsys.readouterr().err == "pulse: interrupted\n"
+    with pytest.raises(RuntimeError):
+        cli.main(["--debug", "check"])
 
 
 def test_a_damaged_part_makes_the_work_partial(healthy: Path) -> None:

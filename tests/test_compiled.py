@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from numba.core import event
+
 from pulse_bpf import analysis
+from pulse_bpf.analysis.compiled import when_compiling
 
 CALLER = """
 from helper import two
@@ -26,6 +31,15 @@ def two():
     return VALUE
 """
 
+TOLD = """
+from caller import four
+from compiled import when_compiling
+
+with when_compiling(lambda: print("compiling")):
+    print(four())
+print(four())
+"""
+
 
 def run(folder: Path, **environment: str) -> str:
     command = [
@@ -37,6 +51,39 @@ def run(folder: Path, **environment: str) -> str:
         command, cwd=folder, capture_output=True, text=True, check=True, env=os.environ | environment
     )
     return result.stdout.strip()
+
+
+def test_that_something_is_compiled_is_told_once_and_only_then(tmp_path: Path) -> None:
+    folder = package(tmp_path)
+    for expected in ("compiling\n4\n4\n", "4\n4\n"):
+        done = subprocess.run(
+            [sys.executable, "-c", TOLD], cwd=folder, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == expected
+
+
+def test_ctrl_c_waits_for_the_end_of_what_would_swallow_it() -> None:
+    steps = []
+
+    def interrupted() -> None:
+        with when_compiling(lambda: None):
+            event.start_event("numba:llvm_lock")
+            event.start_event("numba:llvm_lock")
+            signal.raise_signal(signal.SIGINT)
+            steps.append("inside")
+            event.end_event("numba:llvm_lock")
+            steps.append("still inside")
+            event.end_event("numba:llvm_lock")
+            steps.append("beyond")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == ["inside", "still inside"]
 
 
 def package(folder: Path) -> Path:

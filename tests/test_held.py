@@ -9,7 +9,8 @@ import pytest
 
 from pulse_bpf import schema
 from pulse_bpf.analysis import metrics
-from pulse_bpf.analysis.held import find_held
+from pulse_bpf.analysis.findings import Evidence, Finding
+from pulse_bpf.analysis.held import beside, find_held, no_brake
 
 NODES, NICS = ("a", "b", "c", "d", "e", "f"), tuple(f"mlx5_{index}" for index in range(4))
 US, MS = 1_000, 1_000_000
@@ -108,3 +109,26 @@ def test_once_is_no_fault() -> None:
 
 def test_rings_of_three_machines_say_nothing() -> None:
     assert named(ring(slow_inside("b"), nodes=NODES[:3])) == []
+
+
+def port(gbps: float, node: str = "b") -> Finding:
+    seen = [Evidence("ceiling_gbps", gbps, 390.0, OPERATORS, "")]
+    return Finding("nic-slow", "nic", "nic", 0.95, 2.0, 0, MS, seen, node=node, nic=NICS[0])
+
+
+@pytest.mark.parametrize(("gbps", "held_up"), [(300.0, True), (210.0, False), (100.0, False)])
+def test_a_ceiling_above_what_all_other_ports_do_on_average_holds_up_none_of_them(
+    gbps: float, held_up: bool
+) -> None:
+    """All rings move 200 Gbit/s on average, in bursts; one port does so at a constant rate, or is the slowest."""
+    rows = ring(lambda step, sender, nic: 0)
+    assert no_brake(rows, port(gbps)) == held_up
+    tree = pl.concat([rows, rows.with_columns(peer_node=pl.lit("a")).filter(pl.col("node") == "e")])
+    assert not no_brake(tree, port(gbps))
+
+
+def test_a_port_is_beside_the_machine_that_it_is_in_and_the_one_that_it_sends_to() -> None:
+    rows = ring(lambda step, sender, nic: 0)
+    (machine,) = find_held(ring(slow_inside("c")), LINKS)
+    near = {node: beside(rows, port(100.0, node), machine) for node in NODES}
+    assert near == {"a": False, "b": True, "c": True, "d": False, "e": False, "f": False}

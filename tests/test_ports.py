@@ -8,7 +8,7 @@ import polars as pl
 from polars.testing import assert_frame_equal
 
 from pulse_bpf.analysis.metrics import OPERATORS
-from pulse_bpf.analysis.port_bursts import LONGEST, port_bursts
+from pulse_bpf.analysis.port_bursts import LONGEST, narrowest_bins, port_bursts
 from pulse_bpf.analysis.ports import PortBins, Ports
 from pulse_bpf.analysis.samples import BATCH
 from pulse_bpf.schema import conform
@@ -82,7 +82,7 @@ def _bursts(port: pl.DataFrame, bin_ns: int | None = None) -> pl.DataFrame:
     """The pieces of the port's curve, beside a queue pair's operator in bins of `bin_ns`."""
     row = {"level": "flow", "node": "a", "nic": "mlx5_0", "port": 1, "direction": "tx", "bin_ns": bin_ns}
     operators = pl.DataFrame([row] if bin_ns else [], schema={name: OPERATORS[name] for name in row})
-    return port_bursts(port.cast({"bin_ns": pl.UInt32, "bytes": pl.UInt64}), [operators])
+    return port_bursts(port.cast({"bin_ns": pl.UInt32, "bytes": pl.UInt64}), [narrowest_bins(operators)])
 
 
 def test_a_silent_bin_ends_a_piece_and_control_packets_are_silence() -> None:

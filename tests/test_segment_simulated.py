@@ -11,7 +11,7 @@ from cuts import cut
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
-from pulse_bpf.lab.boundaries import compare
+from pulse_bpf.lab.boundaries import compare, visible
 from pulse_bpf.lab.sim.simulate import simulate
 
 BIN_NS = 32_000
@@ -30,6 +30,47 @@ def test_operators_of_a_healthy_job_are_where_they_were(workload: str, gpus: int
     assert found.found >= 0.99 * found.true
     assert found.starts_within_3 >= 0.99 * found.found
     assert found.ends_within_3 >= 0.97 * found.found
+
+
+@pytest.mark.parametrize("workload", ["dp", "dp-tree", "context"])
+def test_a_source_that_rounds_what_is_sent_tells_sums_of_a_few_bytes(workload: str, tmp_path: Path) -> None:
+    """Each iteration ends with a sum of four bytes, not on all queue pairs, beside clear-to-sends as large."""
+    simulate(
+        "healthy", tmp_path / "r", seed=7, nodes=4, gpus=2, workload=workload, seconds=0.25, source="pcc"
+    )
+    recording = load([tmp_path / "r"])
+    truth = visible(pl.read_parquet(tmp_path / "r" / "truth_operators.parquet"), recording)
+    table, _ = analysis.measure(recording)
+    found = compare(table.filter(pl.col("level") == "flow"), truth)
+    tiny = truth.filter(pl.col("bytes") < 1000, pl.col("op_seq").is_not_null())
+    assert tiny.height > 0
+    assert found.invented == 0
+    assert found.found >= 0.995 * found.true
+
+
+@pytest.mark.parametrize("few", [0, 1952])
+def test_what_rounding_leaves_over_is_no_operator_of_a_few_bytes(few: int) -> None:
+    """Five steps of three large operators and one of a few bytes, which uses these queue pairs or does not."""
+    rng = np.random.default_rng(3)
+    bins, silence = 25, 50
+    t_ns, net, calls_ns = [], [], []
+    for step in range(5):
+        first = step * 2000
+        calls_ns += [(first - 100 + number) * BIN_NS for number in range(4)]
+        for number in range(3):
+            begin = first + number * (bins + silence)
+            t_ns += [(begin + bin_of) * BIN_NS for bin_of in range(bins)]
+            net += (1_600_000 + 32 * rng.integers(0, 5, bins)).tolist()
+        if few:
+            begin = first + 3 * (bins + silence)
+            t_ns += [begin * BIN_NS, (begin + 1) * BIN_NS]
+            net += [1408, few - 1408 + 32 * (step % 2)]
+    kind, volume = np.tile([0, 0, 0, 1], 5), np.tile([40_000_000.0] * 3 + [15.0], 5)
+    learned, found = cut(np.array(t_ns), np.array(net), BIN_NS, np.array(calls_ns), volume, kind)
+    assert not learned.alone
+    assert np.abs(learned.expected[kind == 1] - few).max() <= 32
+    assert np.abs(found[kind == 1] - few).max() <= 32
+    assert np.abs(found[kind == 0] / 40_000_000 - 1).max() < 0.001
 
 
 @pytest.mark.parametrize("factor", [1.0, 128 / 120, 0.37, 2.6])

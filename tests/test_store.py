@@ -13,7 +13,7 @@ import pytest
 
 from pulse_bpf.errors import HOST, USAGE, PulseError
 from pulse_bpf.schema import REQUIRED, TABLES, empty
-from pulse_bpf.store import RecordingWriter, write_file
+from pulse_bpf.store import RecordingWriter, RowsFile, write_file
 
 SAMPLES = pl.DataFrame(
     {"node": ["a", "a"], "qpn": [17, 17], "flow": [1, 2**63], "t_ns": [5, 9], "bytes": [7, 8]}
@@ -107,3 +107,36 @@ def test_a_full_disk_is_one_clear_line_and_keeps_what_was_written(tmp_path: Path
         assert not list((tmp_path / "r").rglob("*.tmp"))
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_rows_are_a_file_once_all_are_there(tmp_path: Path) -> None:
+    target = tmp_path / "folder" / "rows.parquet"
+    with RowsFile(target) as file:
+        for value in ("a", "b"):
+            file.append(pl.DataFrame({"text": [value]}))
+        assert not target.exists()
+    assert pl.read_parquet(target)["text"].to_list() == ["a", "b"]
+    assert pq.read_metadata(target).num_row_groups == 2
+
+    def fail() -> None:
+        with RowsFile(tmp_path / "other.parquet") as file:
+            file.append(pl.DataFrame({"text": ["a"]}))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "rows.parquet"]
+
+
+def test_a_disk_that_refuses_rows_stops_nobody_who_makes_them() -> None:
+    made = []
+
+    def write_all() -> None:
+        with RowsFile(Path("/dev/full")) as file:
+            for value in range(3):
+                file.append(pl.DataFrame({"value": [value]}))
+                made.append(value)
+
+    with pytest.raises(PulseError, match=r"cannot write to /dev/full: .*No space left"):
+        write_all()
+    assert made == [0, 1, 2]

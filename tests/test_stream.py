@@ -17,7 +17,7 @@ from polars.testing import assert_frame_equal
 from recordings import Fault
 
 from pulse_bpf import analysis
-from pulse_bpf.analysis import attribute, segment, stream
+from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.curves import in_time_order
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.samples import Batch, Samples
@@ -49,13 +49,14 @@ def in_windows(samples: Samples, window_ns: int) -> Iterator[Batch]:
 def same_in_windows(
     recording: Recording, window_ns: list[int], monkeypatch: pytest.MonkeyPatch, level: str = "flow"
 ) -> None:
-    whole = analysis.measure(recording)[0]
+    whole, flows = analysis.measure(recording)
     assert whole.filter(pl.col("level") == level).height > 20
-    real = stream.segment
     for length_ns in window_ns:
         with monkeypatch.context() as patched:
             again = list(in_windows(recording.samples, length_ns))
-            patched.setattr(stream, "segment", lambda _, *rest, again=again: real(again, *rest))
+            # The owners are found from the first of all batches.
+            patched.setattr(attribute, "flows", lambda _, flows=flows: flows)
+            patched.setattr(recording.samples, "batches", lambda again=again: iter(again))
             assert_frame_equal(analysis.measure(recording)[0], whole, check_exact=True)
 
 
@@ -126,9 +127,21 @@ def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.Monke
     monkeypatch.setattr(stream.Cutter, "feed", feed)
     one_node = [batch for batch in again if batch.nodes == again[0].nodes]
     operators = segment.program(recording["ops"])
-    list(stream.segment(one_node, flows, *operators, attribute.covered(recording)))
+    stream.segment(one_node, flows, *operators, attribute.covered(recording))
     assert len(kept) > 40
     assert max(kept[len(kept) // 4 :]) <= 1.2 * max(kept[: len(kept) // 4])
+
+
+def test_operators_come_in_blocks_that_are_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = Recording(recordings.tables(recordings.run(steps=12, seed=3)))
+    whole, _ = analysis.measure(recording)
+    monkeypatch.setattr(metrics, "BLOCK_ROWS", 7)
+    again, _ = analysis.measure(recording)
+    assert_frame_equal(again, whole, check_exact=True)
+    blocks = list(analysis.rows(recording))
+    assert len(blocks) > whole.height // 14
+    assert max(block.height for block in blocks) < whole.height // 2
+    assert_frame_equal(pl.concat(blocks), whole, check_row_order=False, check_exact=True)
 
 
 @given(

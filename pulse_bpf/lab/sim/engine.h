@@ -161,6 +161,7 @@ struct meter {
     int64_t bin;
     double bytes, retx_bytes, packets, skip;
     uint32_t ctl, acks;
+    int64_t told; /* of the samples, the number of the last one with data, from 1; 0 before */
 };
 
 struct flow {

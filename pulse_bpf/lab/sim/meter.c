@@ -29,6 +29,8 @@ static void close_bin(struct engine *e, int32_t flow, int rx) {
         m->bytes -= bytes;
         m->retx_bytes -= retx;
         m->packets -= packets;
+        if (bytes > 0 || packets > 0)
+            m->told = e->out->samples.count;
     }
     m->ctl = m->acks = 0;
 }
@@ -133,6 +135,13 @@ void flush_meters(struct engine *e) {
                 continue;
             m->bytes = floor(m->bytes + 0.5);
             m->packets = floor(m->packets + 0.5);
+            if (m->told && m->bytes <= 1 && m->packets <= 1) {
+                /* What rounding left of earlier bins is nothing that moves now. */
+                struct sample *last = (struct sample *)e->out->samples.data + m->told - 1;
+                last->bytes += (uint32_t)m->bytes;
+                last->packets += (uint32_t)m->packets;
+                m->bytes = m->packets = 0;
+            }
             close_bin(e, flow, rx);
         }
 }
