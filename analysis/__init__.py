@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from pulse_bpf.analysis.port_bursts import narrowest_bins, port_bursts
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
-__all__ = ["Findings", "Window", "analyze", "conclude", "measure", "measure_with", "operators", "rows"]
+__all__ = ["Findings", "Window", "analyze", "conclude", "cut", "measure", "measure_with", "operators", "rows"]
 
 
 def analyze(dirs: Sequence[Path], window: Window | None = None) -> Findings:
@@ -43,80 +43,89 @@ def measure(
     Of nodes whose operators the recording holds, these are taken, and what their flows are with them. `on_read` is told
     how many samples were read, batch after batch, `on_rows` gets all rows as `rows` gives them.
     """
-    kept, flows = _kept(recording)
-    return measure_with(recording, flows, kept, on_read, on_rows), flows
+    flows = _flows(recording)
+    return cut(recording, flows, on_read, on_rows), flows
+
+
+def rows(recording: Recording) -> Iterator[pl.DataFrame]:
+    """The operators table some rows at a time, in no order but that of the nodes: for tables too large for memory."""
+    kept = recording.kept("operators", metrics.OPERATORS)
+    known = kept["node"].unique()
+    narrowest = [narrowest_bins(kept)]
+    yield kept
+    for blocks in _blocks(recording, _flows(recording), known, None):
+        for block in blocks:
+            table = metrics.table([block])
+            narrowest.append(narrowest_bins(table))
+            yield table
+    yield _of_ports(recording, narrowest, known)
+
+
+def cut(
+    recording: Recording,
+    flows: pl.DataFrame,
+    on_read: Callable[[int], object] | None = None,
+    on_rows: Callable[[pl.DataFrame], object] | None = None,
+) -> pl.DataFrame:
+    """The operators table, with those that the recording holds taken as they are; `flows` say whose queue pairs are."""
+    kept = recording.kept("operators", metrics.OPERATORS)
+    known = kept["node"].unique()
+    if on_rows and not kept.is_empty():
+        on_rows(kept)
+    if not kept.is_empty() and set(recording.samples.nodes) <= set(known):
+        return kept
+    return metrics.together([kept, measure_with(recording, flows, known, on_read, on_rows)])
 
 
 def measure_with(
     recording: Recording,
     flows: pl.DataFrame,
-    kept: pl.DataFrame | None = None,
+    known: Collection[str] = (),
     on_read: Callable[[int], object] | None = None,
     on_rows: Callable[[pl.DataFrame], object] | None = None,
 ) -> pl.DataFrame:
-    """The operators `kept`, and those of the other nodes in `recording` that have samples; `flows` say whose they are.
+    """The operators table of the nodes in `recording` that have samples, but those `known`; `flows` say whose they are.
 
-    Of each node only its own data is used; the rest as `measure` has it.
+    Of each node only its own data is used.
     """
-    kept = pl.DataFrame(schema=metrics.OPERATORS) if kept is None else kept
-    if on_rows and not kept.is_empty():
-        on_rows(kept)
-    parts = [kept]
-    for blocks in _blocks(recording, flows, kept, on_read):
+    parts = []
+    for blocks in _blocks(recording, flows, known, on_read):
         held = []
         for block in blocks:
             held.append(block)
             if on_rows:
                 on_rows(metrics.table([block]))
         parts.append(metrics.table(held))
-    ports = port_bursts(_ports(recording, kept), map(narrowest_bins, parts))
+    ports = _of_ports(recording, [narrowest_bins(metrics.together([])), *map(narrowest_bins, parts)], known)
     if on_rows:
         on_rows(ports)
-    return pl.concat([*parts, ports])
+    return metrics.together([*parts, ports])
 
 
-def rows(recording: Recording) -> Iterator[pl.DataFrame]:
-    """The operators table some rows at a time, in no order but that of the nodes: for tables too large for memory."""
-    kept, flows = _kept(recording)
-    narrowest = [narrowest_bins(kept)]
-    yield kept
-    for blocks in _blocks(recording, flows, kept, None):
-        for block in blocks:
-            table = metrics.table([block])
-            narrowest.append(narrowest_bins(table))
-            yield table
-    yield port_bursts(_ports(recording, kept), narrowest)
-
-
-def _kept(recording: Recording) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The operators that `recording` holds, and the owners of all QPs: those that it holds, and of the other nodes."""
-    kept, flows = (
-        recording.kept(table, schema)
-        for table, schema in (("operators", metrics.OPERATORS), ("flows", attribute.FLOWS))
-    )
+def _flows(recording: Recording) -> pl.DataFrame:
+    """Whose all queue pairs are (attribute.FLOWS): what the recording holds, and of other nodes what it tells."""
+    kept = recording.kept("flows", attribute.FLOWS)
     known = kept["node"].unique()
-    if kept.is_empty():
-        return kept, attribute.flows(recording)
-    if set(recording.samples.nodes) <= set(known):
-        return kept, flows
-    others = attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))
-    return kept, pl.concat([flows, others])
+    if not kept.is_empty() and set(recording.samples.nodes) <= set(known):
+        return kept
+    return pl.concat([kept, attribute.flows(recording).filter(~pl.col("node").is_in(known.implode()))])
 
 
-def _ports(recording: Recording, kept: pl.DataFrame) -> pl.DataFrame:
-    return recording["port_samples"].filter(~pl.col("node").is_in(kept["node"].unique().implode()))
+def _of_ports(recording: Recording, narrowest: list[pl.DataFrame], known: Collection[str]) -> pl.DataFrame:
+    samples = recording["port_samples"].filter(~pl.col("node").is_in(list(known)))
+    return port_bursts(samples, narrowest)
 
 
 def _blocks(
-    recording: Recording, flows: pl.DataFrame, kept: pl.DataFrame, on_read: Callable[[int], object] | None
+    recording: Recording,
+    flows: pl.DataFrame,
+    known: Collection[str],
+    on_read: Callable[[int], object] | None,
 ) -> Iterator[Iterator[pl.DataFrame]]:
-    """What metrics.measure makes of some nodes, then of others, without those `kept`; one is to be read to its end
-    before the next."""
-    known = set(kept["node"].unique())
+    """What metrics.measure makes of some nodes, then of others; one is to be read to its end before the next."""
     covered = attribute.covered(recording)
-    for nodes, batches in groupby(_read(recording, on_read), lambda batch: batch.nodes):
-        if set(nodes) <= known:
-            continue
+    unknown = (batch for batch in _read(recording, on_read) if not set(batch.nodes) <= set(known))
+    for nodes, batches in groupby(unknown, lambda batch: batch.nodes):
         here = pl.col("node").is_in(nodes)
         own = flows.filter(here)
         called, sent = segment.program(recording["ops"].filter(here))

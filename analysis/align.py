@@ -8,7 +8,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from pulse_bpf.analysis.call_numbers import call_numbers
 from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.names import numbered
 
 # Recorders attach to the ranks of a job one after the other; more operators than this do not pass meanwhile.
 MAX_SHIFT = 16
@@ -21,6 +23,12 @@ CLOCKS = 0.1
 # Whether a rank's shift is still to be found, was found, or does not exist.
 LEFT, FOUND, FAILED = 0, 1, 2
 UNKNOWN_NS = np.iinfo(np.int64).max
+RANK = ["comm_id", "rank"]
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(*RANK, "node", "pid", "program_pos", "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq"),
+    *("peer_rank", "direction", "expected_bytes", "last_byte_ns", "bin_ns"),
+)
 
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -37,34 +45,83 @@ def align(operators: pl.DataFrame, error_ns: int | None = None) -> pl.DataFrame:
     makes the calls of a whole iteration after that, which others had made before: where times are wrong by at most
     `error_ns` (None: unknown), these are told by that nobody ends an operator before whom it exchanges with has called.
     """
-    rank = ["comm_id", "rank"]
-    call = operators.filter(pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null())
-    calls = call.select(*rank, "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq")
+    rows = operators.select(NEEDED).filter(pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null())
+    call_of, calls = _calls(rows, error_ns)
     known = calls.group_by("comm_id").agg(pl.col("nccl_seq").null_count() == 0)
-    numbered = known.filter("nccl_seq").select("comm_id")
+    by_nccl = known.filter("nccl_seq").select("comm_id")
     counted = (
-        calls.join(numbered, on="comm_id", how="anti")
-        .unique([*rank, "op_seq"])
-        .join(_ended(call, error_ns), on=[*rank, "op_seq"], how="left")
-        .sort(*rank, "op_seq")
+        calls.join(by_nccl, on="comm_id", how="anti")
+        .unique([*RANK, "op_seq"], keep="first", maintain_order=True)
+        .sort(*RANK, "op_seq")
         .with_columns(what=pl.struct("kind", "op_bytes").rank("dense").cast(pl.Int64))
     )
-    ranks = counted.group_by(rank, maintain_order=True).agg(calls=pl.len().cast(pl.Int64))
-    sequences = _sequences(counted, ranks, operators)
+    ranks = counted.group_by(RANK, maintain_order=True).agg(calls=pl.len().cast(pl.Int64))
+    sequences = _sequences(counted, ranks, _items(rows, call_of, calls.height, counted, ranks))
     shift, state = _shifts(sequences, MAX_SHIFT, SAME_BYTES, CLOCKS, ITERATIONS_NS)
-    found = ranks.select(rank).with_columns(shift=pl.Series(shift)).filter(pl.Series(state == FOUND))
-    own = operators.select(rank).join(found, on=rank, how="left", maintain_order="left")["shift"]
-    theirs = pl.when(pl.col("comm_id").is_in(numbered["comm_id"].implode())).then(
+    found = ranks.select(RANK).with_columns(shift=pl.Series(shift)).filter(pl.Series(state == FOUND))
+    own = operators.select(RANK).join(found, on=RANK, how="left", maintain_order="left")["shift"]
+    theirs = pl.when(pl.col("comm_id").is_in(by_nccl["comm_id"].implode())).then(
         pl.col("nccl_seq").cast(pl.Int64)
     )
     return operators.with_columns(step=pl.coalesce(theirs, pl.col("op_seq").cast(pl.Int64) + own))
 
 
-def _ended(calls: pl.DataFrame, error_ns: int | None) -> pl.DataFrame:
-    """`ended_ns` (i64) of each operator of a rank of which that is known; what moved before a call was none of its."""
-    after = (pl.col("last_byte_ns") > pl.col("call_ns")) & (pl.col("bin_ns") < ITERATIONS_NS)
-    timed = calls.filter(after if error_ns is not None and error_ns <= ITERATIONS_NS else pl.lit(False))
-    return timed.group_by("comm_id", "rank", "op_seq").agg(ended_ns=pl.col("last_byte_ns").max())
+def _calls(rows: pl.DataFrame, error_ns: int | None) -> tuple[Longs, pl.DataFrame]:
+    """The number of the call of each row; and a row of each call, numbered, with `ended_ns` (i64), UNKNOWN_NS where it
+    is not known: what moved before a call was none of its."""
+    name = numbered(rows["node"])(pl.col("node"))
+    # A row of which nobody knows where in a program it is stands for itself.
+    position = pl.coalesce("program_pos", pl.int_range(pl.len()))
+    key = rows.select(name.fill_null(-1), pl.col("pid").fill_null(-1), position.cast(pl.Int64))
+    _, call_of = call_numbers(*(_longs(column) for column in key))
+    first = np.zeros(int(call_of.max(initial=-1)) + 1, np.int64)
+    first[call_of[::-1]] = np.arange(len(call_of))[::-1]
+    ended_ns = np.full(len(first), UNKNOWN_NS)
+    if error_ns is not None and error_ns <= ITERATIONS_NS:
+        after = (pl.col("last_byte_ns") > pl.col("call_ns")) & (pl.col("bin_ns") < ITERATIONS_NS)
+        timed = rows.select(after.fill_null(False)).to_series().to_numpy()
+        _latest(ended_ns, call_of, timed, _longs(rows["last_byte_ns"].fill_null(0)))
+    calls = rows.select(*RANK, "op_seq", "kind", "op_bytes", "call_ns", "nccl_seq")[first]
+    return call_of, calls.with_columns(ended_ns=pl.Series(ended_ns), call=pl.int_range(pl.len()))
+
+
+@compiled
+def _latest(ended_ns: Longs, call_of: Longs, timed: NDArray[np.bool_], last_ns: Longs) -> None:
+    for row in range(len(call_of)):
+        if timed[row]:
+            known = ended_ns[call_of[row]]
+            ended_ns[call_of[row]] = max(last_ns[row], known) if known != UNKNOWN_NS else last_ns[row]
+
+
+def _items(
+    rows: pl.DataFrame, call_of: Longs, calls: int, counted: pl.DataFrame, ranks: pl.DataFrame
+) -> pl.DataFrame:
+    """What each rank, by its `place` in `ranks`, exchanged with a peer_rank in its `at`-th operator: `sends`, `moved`
+    (bytes), in order of all these."""
+    count = _longs(ranks["calls"])
+    place, at = np.full(calls, -1), np.zeros(calls, np.int64)
+    place[_longs(counted["call"])] = np.repeat(np.arange(len(count)), count)
+    at[_longs(counted["call"])] = np.arange(len(counted)) - np.repeat(np.cumsum(count) - count, count)
+    two_sided = rows.select(
+        pl.col("kind").is_in(TWO_SIDED)
+        & pl.col("peer_rank").is_not_null()
+        & pl.col("expected_bytes").is_not_null()
+    )
+    row = np.flatnonzero(two_sided.to_series().fill_null(False).to_numpy() & (place[call_of] >= 0))
+    own, own_at = place[call_of[row]], at[call_of[row]]
+    picked = rows.select("peer_rank", "expected_bytes", sends=pl.col("direction") == "tx")[row]
+    peer, sends = _longs(picked["peer_rank"]), _longs(picked["sends"])
+    order = np.lexsort((own_at, sends, peer, own))
+    frame = pl.DataFrame({"place": own, "peer_rank": peer, "sends": sends == 1, "at": own_at})
+    moved = picked["expected_bytes"].cast(pl.Float64)
+    frame = frame.with_columns(moved=moved)[order]
+    # Several flow groups of one operator to a peer count as one.
+    same = ["place", "peer_rank", "sends", "at"]
+    begin = np.flatnonzero(
+        frame.select(pl.any_horizontal(pl.col(same) != pl.col(same).shift()).fill_null(True))
+    )
+    sums = np.add.reduceat(frame["moved"].to_numpy(), begin) if len(begin) else np.zeros(0)
+    return frame[begin].with_columns(moved=pl.Series(sums))
 
 
 class _Sequences(NamedTuple):
@@ -89,39 +146,25 @@ class _Sequences(NamedTuple):
     moved: Floats
 
 
-def _sequences(counted: pl.DataFrame, ranks: pl.DataFrame, operators: pl.DataFrame) -> _Sequences:
-    """Of `counted` calls, in order of communicator, rank and op_seq, with those `ranks`."""
-    rank = ["comm_id", "rank"]
-    place = ranks.select(rank).with_columns(place=pl.int_range(pl.len()))
-    numbers = counted.select(*rank, "op_seq", at=pl.int_range(pl.len()).over(rank))
-    items = (
-        operators.select(*rank, "peer_rank", "direction", "op_seq", "kind", "expected_bytes")
-        .filter(pl.col("kind").is_in(TWO_SIDED), pl.col("op_seq").is_not_null())
-        .drop_nulls(["rank", "peer_rank", "expected_bytes"])
-        .group_by(*rank, "peer_rank", "direction", "op_seq")
-        .agg(moved=pl.col("expected_bytes").sum().cast(pl.Float64))
-        .join(numbers, on=[*rank, "op_seq"])
-        .join(place, on=rank)
-        .sort("place", "peer_rank", "direction", "at")
-    )
+def _sequences(counted: pl.DataFrame, ranks: pl.DataFrame, items: pl.DataFrame) -> _Sequences:
+    """Of `counted` calls, in order of communicator, rank and op_seq, with those `ranks`, and their `_items`."""
+    place = ranks.select(RANK).with_columns(place=pl.int_range(pl.len()))
     edges = (
-        items.group_by("place", "peer_rank", "direction", maintain_order=True)
-        .agg(pl.col("comm_id", "rank").first(), items=pl.len().cast(pl.Int64))
-        .with_columns(
-            edge=pl.int_range(pl.len()),
-            opposite=pl.when(pl.col("direction") == "tx").then(pl.lit("rx")).otherwise(pl.lit("tx")),
-        )
+        items.group_by("place", "peer_rank", "sends", maintain_order=True)
+        .agg(items=pl.len().cast(pl.Int64))
+        .with_columns(pl.col("peer_rank").cast(ranks.schema["rank"]), edge=pl.int_range(pl.len()))
+        .join(place, on="place", how="left", maintain_order="left")
     )
-    theirs = edges.select("comm_id", rank="peer_rank", peer_rank="rank", opposite="direction", back="edge")
+    theirs = edges.select("comm_id", rank="peer_rank", peer_rank="rank", sends=~pl.col("sends"), back="edge")
     peers = place.select("comm_id", peer_rank="rank", peer="place")
     edges = edges.join(
-        theirs, on=["comm_id", "rank", "peer_rank", "opposite"], how="left", maintain_order="left"
+        theirs, on=["comm_id", "rank", "peer_rank", "sends"], how="left", maintain_order="left"
     ).join(peers, on=["comm_id", "peer_rank"], how="left", maintain_order="left")
     of_comms = ranks.group_by("comm_id", maintain_order=True).len()["len"]
     return _Sequences(
         _longs(counted["what"]),
         _longs(counted["call_ns"]),
-        _longs(counted["ended_ns"].fill_null(UNKNOWN_NS)),
+        _longs(counted["ended_ns"]),
         _begins(ranks["calls"]),
         _begins(of_comms),
         np.searchsorted(_longs(edges["place"]), np.arange(ranks.height + 1)),

@@ -56,6 +56,11 @@ class Bursts(NamedTuple):
         """flow, tx, rx: bytes."""
         return pl.DataFrame({"flow": self.flows, "tx": self.total[1::2], "rx": self.total[::2]})
 
+    def controls(self) -> pl.DataFrame:
+        """flow, tx, rx: whether there were bytes, each bin's as many as some clear-to-sends have."""
+        seen = self.control & (self.total > 0)
+        return pl.DataFrame({"flow": self.flows, "tx": seen[1::2], "rx": seen[::2]})
+
     def table(self) -> pl.DataFrame:
         """The same as a table (CARRIED), one row a stream, which `from_table` takes back."""
         silences = len(SILENCES)
@@ -74,11 +79,6 @@ class Bursts(NamedTuple):
             },
             schema=CARRIED,
         )
-
-    def controls(self) -> pl.DataFrame:
-        """flow, tx, rx: whether there were bytes, each bin's as many as some clear-to-sends have."""
-        seen = self.control & (self.total > 0)
-        return pl.DataFrame({"flow": self.flows, "tx": seen[1::2], "rx": seen[::2]})
 
 
 # What the streams of some nodes carried, as it travels: `lengths` says how many of the `sizes` each of SILENCES has.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import polars as pl
@@ -73,21 +74,19 @@ def _causes(
     signals: list[Finding],
     one_clock: bool,
 ) -> tuple[list[Finding], list[str]]:
-    asked = marks(tables["port_counters"])
+    asked = marks(tables)
     faulty = {item.node for item in signals}
-    capped = [item for item in find_capped(aligned, asked) if item.node not in faulty]
-    if signals:
-        # What a port says of itself explains what is slow and late around it.
-        return capped, []
-    lossy = find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
-    if lossy:
-        faulty = {item.node for item in lossy}
-        return lossy + [item for item in capped if item.node not in faulty], []
-    ranks = lags(aligned, one_clock)
-    lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
-    late = find_hosts(ranks, one_clock, int(lost.sum())) or find_late(
-        ranks, tables["comms"], tables.get("channels")
-    )
+    with ThreadPoolExecutor() as other:
+        ceilings = other.submit(find_capped, aligned, asked)
+        lossy = (
+            [] if signals else find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
+        )
+        late = [] if signals or lossy else _late(aligned, tables, one_clock)
+    faulty |= {item.node for item in lossy}
+    capped = [item for item in ceilings.result() if item.node not in faulty]
+    if signals or lossy:
+        # What a port says of itself, or what it loses, explains what is slow and late around it.
+        return lossy + capped, []
     network = find_marked(aligned, flows, asked, tables["events"])
     held = find_held(aligned, tables["nics"]) if one_clock and not network else []
     # What a machine that is slow inside takes and sends at a constant rate looks like a ceiling of the ports there.
@@ -128,6 +127,14 @@ def _causes(
     # What flows in fits and starts through a machine that is slow inside seems slow now and then.
     inside = find_inside(aligned) or held
     return inside, [] if inside else unexplained
+
+
+def _late(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: bool) -> list[Finding]:
+    ranks = lags(aligned, one_clock)
+    lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
+    return find_hosts(ranks, one_clock, int(lost.sum())) or find_late(
+        ranks, tables["comms"], tables.get("channels")
+    )
 
 
 def _beside_unseen(aligned: pl.DataFrame) -> tuple[set[str], set[str]]:

@@ -65,7 +65,12 @@ class Clock:
             return frame
         ahead = pl.col("offset_ns") + pl.col("drift") * (pl.col(times[0]) - pl.col("since_ns"))
         return (
-            frame.join(self.offsets, on="node", how="left", maintain_order="left")
+            frame.join(
+                self.offsets.cast({"node": frame.schema["node"]}),
+                on="node",
+                how="left",
+                maintain_order="left",
+            )
             .with_columns(_ahead_ns=pl.coalesce(ahead, "offset_ns").fill_null(0).round().cast(I64))
             .with_columns(pl.col(times) - pl.col("_ahead_ns"))
             .drop(OFFSETS.names()[1:], "_ahead_ns")

@@ -29,6 +29,11 @@ ABOVE = 1.2
 # Bytes in an operator may move faster than a ceiling by so much where some of them were counted with another.
 AT_CEILING = 1.1
 OPERATOR = ["comm_id", "kind", "step"]
+# Columns of the operators that are looked at.
+NEEDED = (
+    *(*OPERATOR, "level", "direction", "node", "nic", "peer_node", "bytes", "bin_ns"),
+    *("start_ns", "last_byte_ns", "end_ns", "byte_mean_ns"),
+)
 RING = [*OPERATOR, "nic"]
 
 
@@ -155,7 +160,7 @@ def _held(aligned: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
     the ways before and behind being the reference; `stays`, as a share of the operator; `first`, whether no other's is
     larger; nics, peer_node, start_ns and last_byte_ns."""
     span_ns = pl.col("last_byte_ns") - pl.col("start_ns")
-    moved = aligned.filter(
+    moved = aligned.select(NEEDED).filter(
         pl.col("level") == "flow",
         pl.col("step").is_not_null(),
         pl.col("end_ns").is_not_null(),

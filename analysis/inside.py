@@ -26,6 +26,10 @@ SLOW = 0.75
 MIN_NODES = 3
 EDGE = ["node", "nic", "pid", "comm_id", "peer_node", "peer_nic", "peer_pid"]
 OPERATOR = ["comm_id", "kind", "step"]
+# Columns of the operators by which what is behind a port is told.
+BEHIND = (
+    *(*OPERATOR, "level", "direction", "node", "nic", "peer_node", "peer_nic", "start_ns", "burst_gbps"),
+)
 
 
 def find_inside(aligned: pl.DataFrame) -> list[Finding]:
@@ -102,7 +106,7 @@ def behind_ports(aligned: pl.DataFrame, slow: list[Finding]) -> list[Finding]:
 def _is_behind(aligned: pl.DataFrame, item: Finding) -> bool:
     """Whether, where a port sends slowly beside other machines', it is sent to as slowly or all of its machine's do."""
     rate = pl.col("burst_gbps")
-    moved = aligned.filter(
+    moved = aligned.select(*BEHIND).filter(
         pl.col("level").is_in(["flow", "nic"]),
         pl.col("step").is_not_null(),
         rate.is_not_null(),

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from pulse_bpf.analysis.call_numbers import call_numbers
+from pulse_bpf.analysis.names import numbered
 from pulse_bpf.analysis.repeats import SAME, after, repeats
 from pulse_bpf.analysis.traffic_period import traffic_period
 from pulse_bpf.schema import F64, I64, STR, U32, U64
@@ -67,26 +69,16 @@ def calls_of(operators: pl.DataFrame) -> pl.DataFrame:
     `row` is one of its rows in `operators`; `symbol` stands for communicator, kind and size, `unsized` for the first
     two of them; `process` numbers (node, pid).
     """
-    named = operators.select(
-        pl.col("node").cast(pl.Categorical).to_physical().cast(I64),
-        pl.col("pid").fill_null(-1),
-        pl.col("program_pos").fill_null(0).cast(I64),
-    )
     row = np.flatnonzero(operators["program_pos"].is_not_null().to_numpy())
-    node, pid = named["node"].to_numpy()[row], named["pid"].to_numpy()[row]
-    # Rows of a process stand together in long runs: only these are compared.
-    heads = np.flatnonzero(np.r_[True, (node[1:] != node[:-1]) | (pid[1:] != pid[:-1])][: len(row)])
-    _, of_head = np.unique(np.stack([node[heads], pid[heads]]), axis=1, return_inverse=True)
-    process = np.repeat(of_head.ravel(), np.diff(np.r_[heads, len(row)]))
-    position = named["program_pos"].to_numpy()[row]
-    processes = int(process.max(initial=-1)) + 1
-    length = np.zeros(processes, np.int64)
-    if len(row):
-        np.maximum.at(length, process[heads], np.maximum.reduceat(position, heads) + 1)
-    slot = np.full(int(length.sum()), -1, np.int64)
-    slot[(np.cumsum(length) - length)[process] + position] = np.arange(len(row))
-    one = slot[slot >= 0]
-    code = pl.col("comm_id", "kind").cast(pl.Categorical).to_physical().fill_null(0).cast(U64)
+    named = operators.select(
+        numbered(operators["node"])(pl.col("node")),
+        pl.col("pid").fill_null(-1),
+        pl.col("program_pos").cast(I64),
+    )[row]
+    process, call = call_numbers(*(named[name].to_numpy() for name in ("node", "pid", "program_pos")))
+    one = np.zeros(int(call.max(initial=-1)) + 1, np.int64)
+    one[call] = np.arange(len(row))
+    code = (numbered(operators[name])(pl.col(name)).fill_null(0).cast(U64) for name in ("comm_id", "kind"))
     unsized = (pl.col("comm_id") * 2**32 + pl.col("kind")).hash()
     return (
         operators.select("comm_id", "kind", "op_bytes", "call_ns")[row[one]]
@@ -95,7 +87,7 @@ def calls_of(operators: pl.DataFrame) -> pl.DataFrame:
             "op_bytes",
             "call_ns",
             process=pl.Series(process[one]),
-            program_pos=pl.Series(position[one]),
+            program_pos=named["program_pos"][one],
             row=pl.Series(row[one]),
             symbol=unsized ^ pl.col("op_bytes").fill_null(1).hash(),
             unsized=unsized,

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-import polars as pl
+from typing import NamedTuple
 
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from pulse_bpf.analysis.call_numbers import call_numbers
+from pulse_bpf.analysis.compiled import compiled
+from pulse_bpf.analysis.curves import Longs
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.gradient import MAIN
-from pulse_bpf.analysis.in_order import in_order
+from pulse_bpf.analysis.names import numbered
 from pulse_bpf.analysis.segment import PROCESS
-from pulse_bpf.analysis.twins import KEY, LEAST_BYTES, TWO_SIDED, with_twins
+from pulse_bpf.analysis.shape import NOTHING
+from pulse_bpf.analysis.twins import (
+    ALL_TO_ALL,
+    COLLECTIVE,
+    GROUP,
+    LEAST_BYTES,
+    STAGE,
+    TWO_SIDED,
+    Calls,
+    twins,
+)
+from pulse_bpf.schema import I64
 
 # Operators in which each pair of ranks exchanges on its own, and a rank is done when its own pairs are.
 IN_PAIRS = ("Group", "AlltoAll")
@@ -16,34 +34,25 @@ IN_PAIRS = ("Group", "AlltoAll")
 MISTAKEN = 2
 # Of the operators of the replicas of a stage, those that overlap, from which on they were not told apart well.
 MAX_ASTRAY = 0.02
-COMM = [*PROCESS, "comm_id"]
-# Columns of the operators that are looked at.
+# What is the same for all rows of a call, and further columns of the operators that are looked at.
+OF_CALL = (
+    *(*PROCESS, "program_pos", "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step"),
+    *("call_ns", "covered"),
+)
 NEEDED = (
-    *(
-        *PROCESS,
-        "program_pos",
-        "level",
-        "covered",
-        "gpu",
-        "comm_id",
-        "rank",
-        "nranks",
-        "kind",
-        "op_bytes",
-        "op_seq",
-    ),
-    *("step", "call_ns", "nic", "direction", "peer_node", "peer_rank", "bytes", "expected_bytes", "bin_ns"),
+    *(*OF_CALL, "level", "nic", "direction", "peer_node", "peer_rank", "bytes", "expected_bytes", "bin_ns"),
     *("start_ns", "last_byte_ns", "first_stall_ns", "first_stall_len_ns", "first_stall_bytes"),
 )
-# Before all times.
-UNKNOWN = -1
+
+Flags = NDArray[np.bool_]
 
 
 def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     """One row per process and operator: when it was ready (ready_ns), came (entry_ns), called and ended, and its lag.
 
     entry_ns is the first byte it sent, null where it sent none. ready_ns is the end of all that the process did
-    before, or of its last operator on the communicator where other operators overlap with this one.
+    before, or of its last operator on the communicator where other operators overlap with this one. `team` and `place`
+    are with whom it is compared in what, `same` numbers both (twins.twins).
     """
     own = (
         aligned.select(NEEDED)
@@ -54,84 +63,90 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         )
         .with_columns(**_trimmed())
     )
-    # What sends hardly anything while other flows of the same operator do sends control data.
-    sends = pl.col("direction") == "tx"
-    own = in_order(own, [*PROCESS, "program_pos"], ~sends, -pl.col("bytes"), "start_ns")
-    most = pl.col("bytes").max().over("same")
-    own = own.filter((pl.col("bytes") == 0) | (pl.col("bytes") >= VOLUME_TOLERANCE * most))
+    sends = (own["direction"] == "tx").to_numpy()
+    nodes = own.select(numbered(own["node"])(pl.col("node")))["node"]
+    process_of, call_of = call_numbers(_longs(nodes), _longs(own["pid"]), _longs(own["program_pos"]))
+    summed = _summed(
+        call_of,
+        int(call_of.max(initial=-1)) + 1,
+        sends,
+        (own["level"] == "flow").to_numpy(),
+        _longs(own["bytes"]),
+        _longs(own["start_ns"]),
+        _longs(own["last_byte_ns"]),
+        _longs(own["bin_ns"]),
+        _longs(own["expected_bytes"]),
+        VOLUME_TOLERANCE,
+    )
+    own = own.with_columns(kept=pl.Series(summed.kept), call=pl.Series(call_of))
+    sent = own.filter("kept", pl.col("direction") == "tx")
+    # Whom it sends most, and by which NIC.
+    sender = pl.Series(sends)[summed.first]
     ranks = (
-        own.group_by("same", maintain_order=True)
-        .agg(
-            pl.col(*PROCESS, "program_pos").first(),
-            pl.col(
-                "comm_id", "rank", "nranks", "gpu", "kind", "op_bytes", "op_seq", "step", "call_ns", "covered"
-            ).first(),
-            pl.when(sends).then("start_ns").min().alias("entry_ns"),
-            # Whom it sends most, and by which NIC.
-            *(pl.when(sends).then(name).first().alias(name) for name in ("peer_rank", "nic")),
-            pl.col("last_byte_ns").max().alias("end_ns"),
-            pl.col("bin_ns").max().fill_null(0),
-            (pl.col("direction") == "rx").any().alias("receives"),
-            pl.when(sends, pl.col("level") == "flow").then("bytes").sum().alias("sent_bytes"),
-            pl.col("expected_bytes").sum(),
-            pl.col("peer_rank").filter(sends).unique().alias("partners"),
-        )
-        .join(_heard(own), on=["comm_id", "rank", "step"], how="left", maintain_order="left")
+        own.select(*OF_CALL, "peer_rank", "nic")[summed.first]
         .with_columns(
-            end_ns=pl.when(one_clock and ~pl.col("receives"))
-            .then(pl.max_horizontal("end_ns", "heard_ns"))
-            .otherwise("end_ns"),
-            receives=pl.col("receives") | (pl.col("heard_ns").is_not_null() & one_clock),
+            pl.when(sender).then("peer_rank").alias("peer_rank"),
+            pl.when(sender).then("nic").alias("nic"),
+            *(_times(name, getattr(summed, name)) for name in ("entry_ns", "end_ns")),
+            *(
+                pl.Series(name, getattr(summed, name))
+                for name in ("receives", "sent_bytes", "expected_bytes")
+            ),
+            pl.Series("bin_ns", summed.bin_ns),
+            call=pl.int_range(pl.len()),
         )
-        .drop("same")
-        .with_columns(own_end_ns="end_ns")
+        .join(_partners(sent), on="call", how="left", maintain_order="left")
+        .drop("call")
     )
-    # A kernel takes part in all channels of its communicator, also in those that leave over a neighbour's NIC, and in a
-    # ring what others still have to send is still to come for all.
-    collective = pl.col("step").is_not_null() & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS])
-    ranks = ranks.join(_common_ends(ranks), on=["comm_id", "step"], how="left").with_columns(
-        end_ns=pl.when(collective)
-        .then(
-            pl.max_horizontal(
-                pl.col("end_ns").max().over("node", "comm_id", "step"),
-                pl.when(one_clock).then("common_ns"),
+    if one_clock:
+        ranks = (
+            ranks.join(_heard(sent), on=["comm_id", "rank", "step"], how="left", maintain_order="left")
+            .with_columns(
+                end_ns=pl.when(~pl.col("receives"))
+                .then(pl.max_horizontal("end_ns", "heard_ns"))
+                .otherwise("end_ns"),
+                receives=pl.col("receives") | pl.col("heard_ns").is_not_null(),
             )
+            .drop("heard_ns")
         )
-        .otherwise("end_ns")
+    calls = _calls(ranks, process_of[summed.first])
+    large = _longs(ranks["op_bytes"].fill_null(LEAST_BYTES)) >= LEAST_BYTES
+    team, place, same = twins(calls)
+    # What a stage does is its own doing; a kernel takes part in all channels of its communicator, also in those that
+    # leave over a neighbour's NIC, and in a ring what others still have to send is still to come for all.
+    end_ns = _longs(ranks["end_ns"])
+    _together(calls, end_ns, one_clock)
+    stage = _stages(calls)
+    before_ns, same_ns = _before(calls, large, stage, end_ns)
+    entry_ns, bin_ns = _longs(ranks["entry_ns"]), _longs(ranks["bin_ns"])
+    receives = ranks["receives"].to_numpy()
+    came, since = _arrivals(sent, ranks, calls, stage)
+    ready_ns = _ready(
+        calls,
+        stage,
+        team,
+        same,
+        receives,
+        entry_ns,
+        bin_ns,
+        before_ns,
+        same_ns,
+        end_ns,
+        came,
+        since,
+        one_clock,
     )
-    # Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones. A few
-    # bytes are easily found too early, and say nothing of when the operators before ended.
-    large = pl.col("op_bytes").fill_null(LEAST_BYTES) >= LEAST_BYTES
-    following_ns = pl.when(large).then("end_ns").cum_min(reverse=True).backward_fill().over(COMM)
-    ranks = with_twins(ranks).with_columns(
-        end_ns=pl.when(pl.col("end_ns").is_not_null() & ~pl.col("pipeline"))
-        .then(pl.min_horizontal("end_ns", following_ns))
-        .otherwise("end_ns")
-    )
-    # When an operator between machines that moved nothing ended is not known; one inside a machine is its own doing,
-    # and a small one is as good as nothing.
-    far = (pl.col("node").n_unique().over("comm_id") > 1) & large
-    ranks = ranks.with_columns(before_ns=_before(far, PROCESS), same_ns=_before(far, COMM))
-    ranks = ranks.with_columns(
-        tree=pl.col("comm_id").is_in(_trees(own).implode()) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
-    )
-    ranks = ranks.join(_latest_end(own, ranks), on=[*PROCESS, "program_pos"], how="left")
     since_ns = pl.when(pl.col("kind").is_in(IN_PAIRS) | (not one_clock)).then("ready_ns").otherwise(0)
-    overlaps = pl.col("before_ns") > pl.col("entry_ns") + pl.col("bin_ns")
-    # Of an operator that overlaps with another communicator's on some ranks, what each waited for is not the same.
-    other = overlaps & (pl.col("before_ns") > pl.col("same_ns"))
-    unlike = other.any().over(KEY) & ~other.all().over(KEY)
-    # Where only what is sent is seen, what a stage receives shows at its sender.
-    unseen = pl.col("pipeline") & ~pl.col("receives").any().over("comm_id")
-    # Two of one communicator never overlap: what one moved is taken for the other's.
-    astray = pl.col("pipeline") & (pl.col("same_ns") > pl.col("entry_ns") + pl.col("bin_ns"))
-    astray = astray.mean().over("team") > MAX_ASTRAY
     return ranks.with_columns(
-        ready_ns=pl.when(unlike | astray | (unseen & (not one_clock)))
-        .then(None)
-        .when(overlaps | unseen)
-        .then(pl.max_horizontal("same_ns", "latest_ns"))
-        .otherwise("before_ns")
+        _times("team", team),
+        _times("place", place),
+        _times("before_ns", before_ns),
+        _times("ready_ns", ready_ns),
+        _times("end_ns", end_ns),
+        pl.Series("same", same),
+        own_end_ns="end_ns",
+        pipeline=pl.Series(stage),
+        tree=pl.col("comm_id").is_in(_trees(sent).implode()) & ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
     ).with_columns(
         lag_ns=pl.col("entry_ns") - pl.col("ready_ns"),
         # On one clock whoever ended before another came did not wait for it; else, or where a rank is done when its own
@@ -140,6 +155,15 @@ def lags(aligned: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         done_ns=pl.col("own_end_ns") - since_ns,
         call_lag_ns=pl.col("call_ns") - pl.col("before_ns"),
     )
+
+
+def _longs(values: pl.Series) -> Longs:
+    """As numbers that may be written, NOTHING for null."""
+    return np.array(values.cast(I64).fill_null(NOTHING).to_numpy())
+
+
+def _times(name: str, values: Longs) -> pl.Series:
+    return pl.Series(name, values).to_frame().select(pl.when(pl.col(name) != NOTHING).then(name))[name]
 
 
 def _trimmed() -> dict[str, pl.Expr]:
@@ -156,71 +180,295 @@ def _trimmed() -> dict[str, pl.Expr]:
     }
 
 
-def _before(far: pl.Expr, of: list[str]) -> pl.Expr:
-    """When the last operator `of` a process, or of its communicator, before each ended; null where that is unknown."""
-    ended = pl.col("end_ns").cum_max().over(of)
-    known = pl.when(pl.col("end_ns").is_not_null()).then(ended).when(far).then(UNKNOWN)
-    before = known.forward_fill().shift().over(of)
-    return pl.when(before != UNKNOWN).then(before)
+class _Sums(NamedTuple):
+    """Of each call: its `first` row, which sends the most, and what all of its rows that are `kept` come to."""
+
+    first: Longs
+    entry_ns: Longs
+    end_ns: Longs
+    bin_ns: Longs
+    receives: Flags
+    sent_bytes: Longs
+    expected_bytes: Longs
+    kept: Flags
 
 
-def _latest_end(own: pl.DataFrame, ranks: pl.DataFrame) -> pl.DataFrame:
-    """By operator of a process: when, by its first byte, another of its operators had last ended, or what a stage
-    before or after it sent had last come (latest_ns)."""
-    places = ranks.filter("pipeline").select("comm_id", pl.col("rank").alias("peer_rank"), *PROCESS).unique()
-    sent = own.filter(pl.col("direction") == "tx", pl.col("bytes") > 0).select(
-        "comm_id", "peer_rank", latest_ns="last_byte_ns"
-    )
-    ends = pl.concat(
-        [
-            ranks.select(*PROCESS, latest_ns="end_ns"),
-            sent.join(places, on=["comm_id", "peer_rank"]).select(*PROCESS, "latest_ns"),
-        ]
-    )
-    came = ranks.drop_nulls("entry_ns").select(
-        *PROCESS, "program_pos", come_ns=pl.col("entry_ns") + pl.col("bin_ns")
-    )
-    return (
-        came.sort("come_ns")
-        .join_asof(
-            ends.drop_nulls().sort("latest_ns"),
-            left_on="come_ns",
-            right_on="latest_ns",
-            by=PROCESS,
-            strategy="backward",
-            check_sortedness=False,
-        )
-        .select(*PROCESS, "program_pos", "latest_ns")
-    )
+@compiled
+def _summed(
+    call_of: Longs,
+    calls: int,
+    sends: Flags,
+    flow: Flags,
+    moved: Longs,
+    start_ns: Longs,
+    last_ns: Longs,
+    bin_ns: Longs,
+    expected: Longs,
+    tolerance: float,
+) -> _Sums:
+    """What sends hardly anything while other flows of the same operator do sends control data, and is not kept."""
+    most = np.zeros(calls, np.int64)
+    for row in range(len(call_of)):
+        most[call_of[row]] = max(most[call_of[row]], moved[row])
+    first = np.full(calls, -1)
+    entry, end = np.full(calls, NOTHING), np.full(calls, NOTHING)
+    widest, sent, wanted = np.zeros(calls, np.int64), np.zeros(calls, np.int64), np.zeros(calls, np.int64)
+    receives, kept = np.zeros(calls, np.bool_), np.zeros(len(call_of), np.bool_)
+    for row in range(len(call_of)):
+        call = call_of[row]
+        if moved[row] != 0 and moved[row] < tolerance * most[call]:
+            continue
+        kept[row] = True
+        known = first[call]
+        if known < 0:
+            first[call] = row
+        elif sends[row] != sends[known]:
+            first[call] = row if sends[row] else known
+        elif moved[row] != moved[known]:
+            first[call] = row if moved[row] > moved[known] else known
+        elif start_ns[row] < start_ns[known]:
+            first[call] = row
+        if sends[row]:
+            if start_ns[row] != NOTHING and (entry[call] == NOTHING or start_ns[row] < entry[call]):
+                entry[call] = start_ns[row]
+            if flow[row]:
+                sent[call] += moved[row]
+        else:
+            receives[call] = True
+        end[call] = max(end[call], last_ns[row])
+        widest[call] = max(widest[call], bin_ns[row])
+        if expected[row] != NOTHING:
+            wanted[call] += expected[row]
+    return _Sums(first, entry, end, widest, receives, sent, wanted, kept)
 
 
-def _heard(own: pl.DataFrame) -> pl.DataFrame:
+def _partners(sent: pl.DataFrame) -> pl.DataFrame:
+    """Of each call that exchanges with several at once, whom it sends to (partners)."""
+    return sent.filter(pl.col("kind") == "Group").group_by("call").agg(partners=pl.col("peer_rank").unique())
+
+
+def _heard(sent: pl.DataFrame) -> pl.DataFrame:
     """When the last byte for each rank of an operator was sent: where only what is sent is seen, about when it came."""
     return (
-        own.filter(pl.col("direction") == "tx", pl.col("step").is_not_null(), pl.col("bytes") > 0)
+        sent.filter(pl.col("step").is_not_null(), pl.col("bytes") > 0)
         .group_by("comm_id", pl.col("peer_rank").alias("rank"), "step")
         .agg(pl.col("last_byte_ns").max().alias("heard_ns"))
         .drop_nulls()
     )
 
 
-def _common_ends(ranks: pl.DataFrame) -> pl.DataFrame:
-    """When an operator ended on all but two machines: one flow that was not cut well looks late at both its ends."""
-    of_nodes = (
-        ranks.drop_nulls(["step", "end_ns"]).group_by("comm_id", "step", "node").agg(pl.col("end_ns").max())
-    )
-    last = pl.col("end_ns").sort(descending=True)
-    return of_nodes.group_by("comm_id", "step").agg(
-        common_ns=last.get(pl.min_horizontal(MISTAKEN, (pl.len().cast(pl.Int64) - 2).clip(0)))
+def _calls(ranks: pl.DataFrame, process: Longs) -> Calls:
+    code = {
+        name: numbered(ranks[name])(pl.col(name)).fill_null(-1) + 1 for name in ("node", "comm_id", "kind")
+    }
+    numbers = ranks.select(**code)
+    kinds = {"Send": STAGE, "Recv": STAGE, "Group": GROUP, "AlltoAll": ALL_TO_ALL}
+    what = ranks.select(
+        pl.col("kind").replace_strict(kinds, default=COLLECTIVE, return_dtype=I64).fill_null(COLLECTIVE)
+    )["kind"]
+    comm, step = _longs(numbers["comm_id"]), _longs(ranks["step"])
+    order = np.lexsort((step, comm))
+    change = (comm[order][1:] != comm[order][:-1]) | (step[order][1:] != step[order][:-1])
+    operator = np.empty(len(order), np.int64)
+    operator[order] = np.cumsum(np.r_[np.zeros(min(1, len(order)), np.int64), change])
+    return Calls(
+        process,
+        _longs(numbers["node"]),
+        comm,
+        _longs(numbers["kind"]),
+        _longs(what),
+        _longs(ranks["rank"]),
+        _longs(ranks["nranks"]),
+        _longs(ranks["op_bytes"]),
+        step,
+        operator,
+        int(operator.max(initial=-1)) + 1,
+        int(comm.max(initial=0)) + 1,
     )
 
 
-def _trees(own: pl.DataFrame) -> pl.Series:
+@compiled
+def _together(calls: Calls, end_ns: Longs, one_clock: bool) -> None:
+    """Moves the ends of collectives to the last one on the machine and, on one clock, on all but two machines: one flow
+    that was not cut well looks late at both its ends.
+    """
+    # Rows of a machine follow each other in each operator. Of each operator the three latest machines.
+    latest = np.full((calls.operators, MISTAKEN + 1), NOTHING)
+    machines = np.zeros(calls.operators, np.int64)
+    node = np.full(calls.operators, -1)
+    here = np.full(calls.operators, NOTHING)
+    local = np.empty(len(end_ns), np.int64)
+    for side in range(2):
+        for place in range(len(end_ns)):
+            row = place if side == 0 else len(end_ns) - 1 - place
+            operator = calls.operator[row]
+            if calls.node[row] != node[operator]:
+                if side == 0:
+                    _insert(latest[operator], here[operator])
+                    machines[operator] += here[operator] != NOTHING
+                node[operator], here[operator] = calls.node[row], NOTHING
+            here[operator] = max(here[operator], end_ns[row] if side == 0 else local[row])
+            local[row] = here[operator]
+        for operator in range(calls.operators):
+            if side == 0:
+                _insert(latest[operator], here[operator])
+                machines[operator] += here[operator] != NOTHING
+            node[operator], here[operator] = -1, NOTHING
+    for row in range(len(end_ns)):
+        if calls.step[row] == NOTHING or calls.what[row] != COLLECTIVE:
+            continue
+        operator = calls.operator[row]
+        end_ns[row] = local[row]
+        if one_clock:
+            common = latest[operator, min(MISTAKEN, max(0, machines[operator] - 2))]
+            end_ns[row] = max(end_ns[row], common)
+
+
+@compiled
+def _insert(latest: Longs, value: int) -> None:
+    """Puts `value` among the greatest, in falling order."""
+    for place in range(len(latest)):
+        if value > latest[place]:
+            latest[place], value = value, latest[place]
+
+
+@compiled
+def _stages(calls: Calls) -> Flags:
+    """Whether each call is a stage's part in a pipeline: in a communicator with Send and Recv."""
+    two_sided = np.zeros(calls.comms, np.bool_)
+    for row in range(len(calls.comm)):
+        two_sided[calls.comm[row]] |= calls.what[row] == STAGE
+    stage = np.zeros(len(calls.comm), np.bool_)
+    for row in range(len(stage)):
+        stage[row] = two_sided[calls.comm[row]] and calls.what[row] <= GROUP
+    return stage
+
+
+@compiled
+def _before(calls: Calls, large: Flags, stage: Flags, end_ns: Longs) -> tuple[Longs, Longs]:
+    """When the last operator of the process, and of its communicator, before each ended; NOTHING where unknown.
+
+    Operators of a communicator end one after the other, whatever of others' bytes is taken for their last ones: ends
+    are put right first. A few bytes are easily found too early, and say nothing of when the operators before ended.
+    What moved nothing that was seen is passed over.
+    """
+    process, state = np.full(calls.comms, -1), np.full(calls.comms, NOTHING)
+    for row in range(len(end_ns) - 1, -1, -1):
+        comm = calls.comm[row]
+        if process[comm] != calls.process[row]:
+            process[comm], state[comm] = calls.process[row], NOTHING
+        if end_ns[row] == NOTHING:
+            continue
+        if large[row] and (state[comm] == NOTHING or end_ns[row] < state[comm]):
+            state[comm] = end_ns[row]
+        if not stage[row] and state[comm] != NOTHING:
+            end_ns[row] = min(end_ns[row], state[comm])
+    process[:] = -1
+    before, same = np.full(len(end_ns), NOTHING), np.full(len(end_ns), NOTHING)
+    whole = NOTHING
+    for row in range(len(end_ns)):
+        comm = calls.comm[row]
+        if row == 0 or calls.process[row] != calls.process[row - 1]:
+            whole = NOTHING
+        if process[comm] != calls.process[row]:
+            process[comm], state[comm] = calls.process[row], NOTHING
+        before[row], same[row] = whole, state[comm]
+        whole, state[comm] = max(whole, end_ns[row]), max(state[comm], end_ns[row])
+    return before, same
+
+
+def _arrivals(sent: pl.DataFrame, ranks: pl.DataFrame, calls: Calls, stage: Flags) -> tuple[Longs, Longs]:
+    """When what was sent to a stage of a pipeline had come, in order, of each process from `since` to the next's."""
+    places = (
+        ranks.select("comm_id", pl.col("rank").alias("peer_rank"), process=pl.Series(calls.process))
+        .filter(pl.Series(stage))
+        .unique()
+    )
+    came = (
+        sent.filter(pl.col("bytes") > 0, pl.col("last_byte_ns").is_not_null())
+        .select("comm_id", "peer_rank", "last_byte_ns")
+        .join(places, on=["comm_id", "peer_rank"])
+        .sort("process", "last_byte_ns")
+    )
+    processes = int(calls.process[-1]) + 1 if len(calls.process) else 0
+    return _longs(came["last_byte_ns"]), np.searchsorted(_longs(came["process"]), np.arange(processes + 1))
+
+
+@compiled
+def _ready(
+    calls: Calls,
+    stage: Flags,
+    team: Longs,
+    same: Longs,
+    receives: Flags,
+    entry_ns: Longs,
+    bin_ns: Longs,
+    before_ns: Longs,
+    same_ns: Longs,
+    end_ns: Longs,
+    came: Longs,
+    since: Longs,
+    one_clock: bool,
+) -> Longs:
+    """When each process was ready for a call; NOTHING where that is not known."""
+    hears = np.zeros(calls.comms, np.bool_)
+    count = same.max() + 1 if len(same) else 0
+    # Of an operator that overlaps with another communicator's on some ranks, what each waited for is not the same.
+    some, none = np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+    # Two of one communicator never overlap: what one moved is taken for the other's.
+    astray, judged = np.zeros(2 * calls.comms, np.int64), np.zeros(2 * calls.comms, np.int64)
+    overlaps = np.zeros(len(team), np.bool_)
+    for row in range(len(team)):
+        hears[calls.comm[row]] |= receives[row]
+        came_ns = entry_ns[row] + bin_ns[row]
+        known = entry_ns[row] != NOTHING and before_ns[row] != NOTHING
+        overlaps[row] = known and before_ns[row] > came_ns
+        if same[row] >= 0:
+            if overlaps[row] and same_ns[row] != NOTHING and before_ns[row] > same_ns[row]:
+                some[same[row]] = True
+            elif (known and not overlaps[row]) or NOTHING < before_ns[row] <= same_ns[row]:
+                none[same[row]] = True
+        if stage[row] and team[row] >= 0 and entry_ns[row] != NOTHING and same_ns[row] != NOTHING:
+            judged[team[row]] += 1
+            astray[team[row]] += same_ns[row] > came_ns
+    ready = np.full(len(team), NOTHING)
+    begin = 0
+    while begin < len(team):
+        process, end = calls.process[begin], begin
+        while end < len(team) and calls.process[end] == process:
+            end += 1
+        ends = np.zeros(0, np.int64)
+        for row in range(begin, end):
+            # Where only what is sent is seen, what a stage receives shows at its sender.
+            unseen = stage[row] and not hears[calls.comm[row]]
+            if same[row] >= 0 and some[same[row]] and none[same[row]]:
+                continue
+            if stage[row] and team[row] >= 0 and astray[team[row]] > MAX_ASTRAY * judged[team[row]]:
+                continue
+            if unseen and not one_clock:
+                continue
+            if not (overlaps[row] or unseen):
+                ready[row] = before_ns[row]
+                continue
+            # When, by its first byte, another of its operators had last ended, or what a stage before or after it sent
+            # had last come.
+            ready[row] = same_ns[row]
+            if entry_ns[row] != NOTHING:
+                if len(ends) == 0:
+                    ends = np.sort(end_ns[begin:end])
+                for times in (ends, came[since[process] : since[process + 1]]):
+                    place = np.searchsorted(times, entry_ns[row] + bin_ns[row], side="right")
+                    if place > 0:
+                        ready[row] = max(ready[row], times[place - 1])
+        begin = end
+    return ready
+
+
+def _trees(sent: pl.DataFrame) -> pl.Series:
     """The communicators whose collectives run over trees: in a ring each NIC sends to one other node only."""
     edges = (
-        own.filter(
+        sent.filter(
             pl.col("level") == "flow",
-            pl.col("direction") == "tx",
             pl.col("peer_node").is_not_null(),
             ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
         )

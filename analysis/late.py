@@ -149,7 +149,7 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     waits = (pl.col("peer_late_ns") > WAITS * pl.col("excess_ns")) & (
         pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
     )
-    together = together.join(_held(together), on=[*KEY, "rank"], how="left")
+    together = together.join(_held(together), on=[*KEY, "rank"], how="left", maintain_order="left")
     waits = waits.fill_null(False) | pl.col("held").fill_null(False)
     return together.with_columns(
         waits=waits,
@@ -217,7 +217,7 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     late = compared.filter(pl.col("excess_ns") > least, ~pl.col("waits")).sort(*PROCESS, "program_pos")
     # In a tree a rank waits for those below it, each machine in one tree of two: who is late by itself is in both.
     members = compared.group_by("node", *KEY).agg(pl.len().alias("members"))
-    late = late.join(members, on=["node", *KEY])
+    late = late.join(members, on=["node", *KEY], maintain_order="left")
     late = late.filter(~pl.col("tree") | (pl.len().over("node", *KEY) == pl.col("members")))
     founded = late.filter(~pl.col("unfounded"))
     if float(founded["excess_ns"].sum()) < (1 - MAX_UNFOUNDED) * float(late["excess_ns"].sum()):
@@ -244,7 +244,9 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
                 .agg(pl.col("excess_ns").max())
                 .group_by("node", "team")
                 .agg(*sums),
-                processes.select("node", pl.lit(None, pl.String).alias("team"), "cost_ns", "times"),
+                processes.select(
+                    "node", pl.lit(None, compared.schema["team"]).alias("team"), "cost_ns", "times"
+                ),
             ]
         )
         .sort("cost_ns", "node", "team", descending=[True, False, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import polars as pl
@@ -11,12 +12,13 @@ from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.causes import ALONE, find_causes
 from pulse_bpf.analysis.clock_offsets import one_clock
 from pulse_bpf.analysis.findings import ACCUSING, Finding, Findings, Verdict
-from pulse_bpf.analysis.groups import find_groups
-from pulse_bpf.analysis.iteration import calls_of, find_iteration
+from pulse_bpf.analysis.groups import Group, find_groups
+from pulse_bpf.analysis.iteration import Iteration, calls_of, find_iteration
 from pulse_bpf.analysis.late import same_clock
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.names import numbered_names
 from pulse_bpf.analysis.seen import MAX_INCOMPLETE, MAX_UNATTRIBUTED, coverage_of, missing_in
-from pulse_bpf.analysis.signals import find_signals
+from pulse_bpf.analysis.signals import find_signals, intervals
 from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
@@ -41,23 +43,27 @@ def localize(
     `part`, on that part of the time only. `absent` says of nodes that should have been recorded why they were not.
     """
     absent = absent or {}
+    operators, flows, tables = numbered_names(operators, flows, tables)
     clock = one_clock(operators, tables["nodes"])
     operators = clock.shifted("operators", operators)
     tables = {name: clock.shifted(name, table) for name, table in tables.items()}
     aligned = align(operators, clock.error_ns)
     same = same_clock(clock.error_ns, int(operators["bin_ns"].max() or 0))  # type: ignore[arg-type]
     window = _window(operators, tables)
-    calls = calls_of(operators)
-    iteration = find_iteration(calls, operators)
-    groups = find_groups(calls, operators, tables["comms"], iteration)
-    stops = find_stops(aligned, tables, window[1])
-    if part is not None:
-        # Only the rest of the recording tells a job that stands still from one that goes on after the window.
-        window = resolved(part, window)
-        stops = stops.between(*window)
-        aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
-    coverage = coverage_of(aligned, flows, tables, damaged)
-    signals = find_signals(aligned, flows, tables)
+    # What depends on nothing of each other runs side by side.
+    with ThreadPoolExecutor() as beside:
+        layout = beside.submit(_layout, operators, tables["comms"])
+        stopped = beside.submit(find_stops, aligned, tables, window[1])
+        if part is not None:
+            window = resolved(part, window)
+            aligned, tables = operators_in(aligned, *window), tables_in(tables, *window)
+        tables["readings"] = intervals(tables)
+        seen = beside.submit(coverage_of, aligned, flows, tables, damaged)
+        signals = find_signals(aligned, flows, tables)
+    iteration, groups = layout.result()
+    # Only the rest of the recording tells a job that stands still from one that goes on after the window.
+    stops = stopped.result() if part is None else stopped.result().between(*window)
+    coverage = seen.result()
     # A port at fault explains that a job all but stands still, and which rank waits for what tells nothing more.
     port = any(item.scope == "nic" for item in signals)
     found = [*(item for item in stops.findings if item.kind != "hang" or not port), *signals]
@@ -100,6 +106,12 @@ def localize(
         within = [ns for ns in iteration.boundaries_ns if window[0] <= ns <= window[1]]
         iteration = replace(iteration, boundaries_ns=within)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
+
+
+def _layout(operators: pl.DataFrame, comms: pl.DataFrame) -> tuple[Iteration | None, list[Group]]:
+    calls = calls_of(operators)
+    iteration = find_iteration(calls, operators)
+    return iteration, find_groups(calls, operators, comms, iteration)
 
 
 def _with_netdev(finding: Finding, nics: pl.DataFrame) -> Finding:

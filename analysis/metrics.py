@@ -170,6 +170,11 @@ def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
     return whole[whole.select(order)["order"]].cast(dict.fromkeys(text, STR))
 
 
+def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
+    """The operators tables of nodes, given in the order of their names, as one."""
+    return pl.concat([pl.DataFrame(schema=OPERATORS), *tables])
+
+
 def _texts(*frames: pl.DataFrame) -> dict[str, pl.Enum]:
     """Of each column of text in `frames`, and of those that `measure` adds, the values it may have, in order.
 

@@ -13,6 +13,8 @@ from pulse_bpf.analysis.waits import Process
 
 # Calls in a row that must agree before a difference means anything, where NCCL's own numbers are unknown.
 MIN_AGREED = 4
+# Columns of the operators that are looked at.
+NEEDED = ("node", "pid", "comm_id", "rank", "op_seq", "kind", "op_bytes", "nccl_seq", "call_ns")
 
 Longs = NDArray[np.int64]
 
@@ -26,7 +28,8 @@ def find_mismatch(job: pl.DataFrame, calls_lost: bool) -> Root | None:
     """
     size = pl.when(pl.col("op_bytes").null_count().over("comm_id") == 0).then("op_bytes")
     calls = (
-        job.filter(
+        job.select(NEEDED)
+        .filter(
             pl.col("op_seq").is_not_null(), pl.col("rank").is_not_null(), ~pl.col("kind").is_in(TWO_SIDED)
         )
         .unique(["comm_id", "rank", "op_seq"])

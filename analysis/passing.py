@@ -10,6 +10,8 @@ from pulse_bpf.analysis.twins import TWO_SIDED
 
 # Two ports whose speeds differ by no more are as slow as each other.
 ALIKE = 1.02
+# Columns of the operators that are looked at.
+NEEDED = ("level", "direction", "comm_id", "kind", "rank", "peer_rank", "node", "nic", "peer_node")
 
 Port = tuple[str, str | None]
 
@@ -50,13 +52,14 @@ def _passed(aligned: pl.DataFrame, channels: pl.DataFrame | None) -> set[tuple[P
     In a ring that is what leaves the machine by the rank at its end; in exchanges in pairs, what the same rank sends.
     Where the rings of a communicator are not known, it may be any port of the next machine.
     """
-    sends = aligned.filter(
+    sends = aligned.select(NEEDED).filter(
         pl.col("level") == "flow", pl.col("direction") == "tx", pl.col("rank").is_not_null()
     )
     pairs = pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS])
     ways = sends.select("comm_id", "rank", "peer_rank", "node", "nic", "peer_node", pairs=pairs).unique()
     into = ways.select("comm_id", "pairs", "peer_node", "peer_rank", "node", "nic", "rank")
     rings = _ends(channels, ways.filter(~pl.col("pairs"))) if channels is not None else _NO_ENDS
+    rings = rings.cast({"comm_id": aligned.schema["comm_id"]})
     known = pl.col("comm_id").is_in(rings["comm_id"].implode())
     out = ways.select("comm_id", "pairs", "node", "rank", "peer_rank", by="nic")
     next_ring = (

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
-from pulse_bpf.analysis.signals import MIN_ERRORS, OVER_OTHERS, PACKET_BYTES, readings
+from pulse_bpf.analysis.signals import MIN_ERRORS, OVER_OTHERS, PACKET_BYTES, intervals
 from pulse_bpf.analysis.slow import MIN_MARKS
 
 # Of the packets that a port sends, the share refused by receivers from which packets are lost for good, and of all
@@ -27,8 +27,7 @@ def find_refused(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame]) -> l
     sender's cable is left. Where the receiver does not say, or a queue that overflows may be the reason, only the link
     is known. Nothing is said where several ports lose as much: then it is a queue, or a switch.
     """
-    counters = tables["port_counters"]
-    since = readings(counters) if not counters.is_empty() else counters
+    since = intervals(tables)
     if not {"packet_seq_err", "out_of_sequence", "port_xmit_data"} <= set(since.columns):
         return []
     ports = (

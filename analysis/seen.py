@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import polars as pl
 
+from pulse_bpf.analysis.call_numbers import call_numbers
+from pulse_bpf.analysis.names import numbered
 from pulse_bpf.analysis.twins import TWO_SIDED
 
 # Fewer finished operators per communicator than this say nothing of it, and fewer per node are no ground for "healthy".
@@ -101,7 +104,7 @@ def coverage_of(
     levels = aligned.group_by("level").agg(pl.col("bytes").sum())
     by_level = dict(levels.filter(~pl.col("level").is_in(["nic", "port"])).iter_rows())
     total = sum(by_level.values())
-    unattributed = aligned.filter(pl.col("level") == "unattributed")
+    unattributed = aligned.select("level", "reason", "bytes").filter(pl.col("level") == "unattributed")
     reasons = unattributed.group_by("reason").agg(pl.col("bytes").sum()).sort("reason")
     expected = aligned.select("level", "node", "pid", "comm_id", "op_seq", "end_ns", "expected_bytes").filter(
         pl.col("level") == "flow", pl.col("expected_bytes") > 0
@@ -117,10 +120,7 @@ def coverage_of(
         "bytes_outside_calls": by_level.get("traffic", 0),
         "bytes_unattributed": dict(reasons.iter_rows()),
         "unattributed_share": by_level.get("unattributed", 0) / max(1, total),
-        "operators": aligned.select("op_seq", "node", "pid", "program_pos")
-        .filter(pl.col("op_seq").is_not_null())
-        .select("node", "pid", "program_pos")
-        .n_unique(),
+        "operators": _count(aligned),
         "incomplete_share": earlier["end_ns"].null_count() / max(1, earlier.height),
         "operators_without_traffic": aligned.select("level", "covered")
         .filter(pl.col("level") == "call", "covered")
@@ -130,6 +130,15 @@ def coverage_of(
         "lost": lost_events(tables["coverage"]),
         "damaged_parts": damaged,
     }
+
+
+def _count(aligned: pl.DataFrame) -> int:
+    """How many calls there are."""
+    name = numbered(aligned["node"])(pl.col("node")).alias("number")
+    calls = aligned.select("op_seq", name, "pid", "program_pos").filter(pl.col("op_seq").is_not_null())
+    key = calls.select(pl.col("number", "pid", "program_pos").cast(pl.Int64).fill_null(-1))
+    _, numbers = call_numbers(*(np.array(column) for column in key))
+    return int(numbers.max(initial=-1)) + 1
 
 
 def lost_events(coverage: pl.DataFrame) -> int:
@@ -197,7 +206,7 @@ def _unseen_ports(aligned: pl.DataFrame) -> list[str]:
 
 def _far_from_line(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[str]:
     """Says so where no port came near its speed: in a ring, one slow machine makes all others as slow as itself."""
-    large = aligned.filter(
+    large = aligned.select("level", "direction", "node", "nic", "bytes", "burst_gbps").filter(
         pl.col("level").is_in(["flow", "nic"]),
         pl.col("direction") == "tx",
         pl.col("bytes") >= LARGE_BYTES,

@@ -42,6 +42,18 @@ def readings(counters: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def intervals(tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame:
+    """`readings` of the port_counters, as localization has them ready for all; nothing where there are none."""
+    counters = tables["port_counters"]
+    return (
+        tables["readings"]
+        if "readings" in tables
+        else counters
+        if counters.is_empty()
+        else readings(counters)
+    )
+
+
 def find_signals(
     aligned: pl.DataFrame,
     flows: pl.DataFrame,
@@ -53,23 +65,22 @@ def find_signals(
     a port receives much more than the job sends to it, and is congested, the network is at fault and no machine.
     `flows` are the owners of the queue pairs (attribute.FLOWS).
     """
-    since = readings(tables["port_counters"]) if not tables["port_counters"].is_empty() else None
+    since = intervals(tables)
     found = _downs(tables["events"])
     down = {(finding.node, finding.nic) for finding in found}
-    if since is not None:
+    if not since.is_empty():
         found += [item for item in _errors(since) if (item.node, item.nic) not in down]
         paused = _pauses(since, aligned)
         found += paused
         pausing = {(finding.node, finding.nic) for finding in paused}
-        own = _sent_to(aligned, flows, tables["comms"])
-        tenants = _tenants(since, own, aligned, flows, tables["nics"])
+        tenants = _tenants(since, aligned, flows, tables)
         found += [item for item, port in tenants if port not in pausing | down]
     return found
 
 
-def marks(counters: pl.DataFrame) -> pl.DataFrame | None:
+def marks(tables: Mapping[str, pl.DataFrame]) -> pl.DataFrame | None:
     """How often each node and nic was asked to slow down (`marks`); None where no port counts it."""
-    since = readings(counters) if not counters.is_empty() else counters
+    since = intervals(tables)
     if "rp_cnp_handled" not in since.columns:
         return None
     return since.group_by("node", "nic").agg(pl.col("rp_cnp_handled").sum().alias("marks"))
@@ -229,15 +240,14 @@ def _pause(row: Mapping[str, Any], aligned: pl.DataFrame) -> Finding:
 
 def _tenants(
     since: pl.DataFrame,
-    own: pl.DataFrame,
     aligned: pl.DataFrame,
     flows: pl.DataFrame,
-    nics: pl.DataFrame,
+    tables: Mapping[str, pl.DataFrame],
 ) -> list[tuple[Finding, tuple[str, str]]]:
     """Congested ports that receive much more than the job sends to them, with the port of each."""
     if not {"port_rcv_data", "np_cnp_sent"} <= set(since.columns):
         return []
-    ports = (
+    congested = (
         since.group_by("node", "nic")
         .agg(
             (pl.col("port_rcv_data").sum() * 4).alias("received"),
@@ -245,7 +255,13 @@ def _tenants(
             pl.col("since_ns").min().alias("first"),
             pl.col("t_ns").max().alias("last"),
         )
-        .join(own, on=["node", "nic"])
+        .filter(pl.col("cnps") >= MIN_CNPS)
+    )
+    if congested.is_empty():
+        return []
+    nics = tables["nics"]
+    ports = (
+        congested.join(_sent_to(congested, aligned, flows, tables["comms"]), on=["node", "nic"])
         .join(nics.group_by("node", "nic").agg(pl.col("link_gbps").max()), on=["node", "nic"], how="left")
         .with_columns(
             foreign=(pl.col("received") - pl.col("own"))
@@ -253,7 +269,7 @@ def _tenants(
             / (pl.col("last") - pl.col("first"))
             / pl.col("link_gbps")
         )
-        .filter(pl.col("foreign") >= FOREIGN_SHARE, pl.col("cnps") >= MIN_CNPS)
+        .filter(pl.col("foreign") >= FOREIGN_SHARE)
         .sort("foreign", "node", "nic", descending=[True, False, False])
     )
     found = []
@@ -279,16 +295,27 @@ def _tenants(
     return found
 
 
-def _sent_to(aligned: pl.DataFrame, flows: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:
-    """The most that the job can have sent to each node and nic: `own` bytes, as its side saw them, else the senders.
+def _sent_to(
+    ports: pl.DataFrame, aligned: pl.DataFrame, flows: pl.DataFrame, comms: pl.DataFrame
+) -> pl.DataFrame:
+    """The most that the job can have sent to each node and nic of `ports`: `own` bytes, as its side saw them, else the
+    senders.
 
     Where a row counts queue pairs to several peers together, all of it is taken to have gone to each of them.
     """
     of_job = comms.select("node", "pid").unique()
-    job = flows.join(of_job, left_on=["node", "owner_pid"], right_on=["node", "pid"])
-    rows = aligned.select("level", "direction", "node", "nic", "bytes", "flows").filter(
-        ~pl.col("level").is_in(["nic", "port"])
+    ends = (["node", "nic"], ["peer_node", "peer_nic"])
+    job = (
+        pl.concat(flows.join(ports, left_on=end, right_on=["node", "nic"], how="semi") for end in ends)
+        .unique("flow")
+        .join(of_job, left_on=["node", "owner_pid"], right_on=["node", "pid"])
     )
+    rows = (
+        aligned.select("level", "direction", "node", "nic", "bytes", "flows")
+        .filter(~pl.col("level").is_in(["nic", "port"]))
+        .join(job.select("node", "nic").unique(), on=["node", "nic"], how="semi")
+    )
+    receives = pl.col("level").is_in(["flow", "traffic"]) & (pl.col("direction") == "rx")
     mine = (
         rows.with_row_index()
         .explode("flows")
@@ -303,7 +330,7 @@ def _sent_to(aligned: pl.DataFrame, flows: pl.DataFrame, comms: pl.DataFrame) ->
     )
     sent = mine.filter(pl.col("direction") == "tx")
     absent = comms.group_by("comm_id").agg(pl.col("nranks").max() > pl.col("rank").n_unique())["nranks"].any()
-    if received.is_empty() and absent:
+    if absent and not aligned.select(receives.any()).item():
         # What is sent by ranks that were not recorded is unknown.
         return received.rename({"bytes": "own"})
     to = sent.group_by(pl.col("peer_node").alias("node"), pl.col("peer_nic").alias("nic"))

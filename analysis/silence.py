@@ -8,6 +8,8 @@ import polars as pl
 
 # Of the longest pause before, and of the time in which anything moved: a longer silence at the end is a stop.
 LONGER, OF_ACTIVE = 1.5, 0.1
+# Columns of the operators that are looked at.
+NEEDED = ("node", "level", "call_ns", "start_ns", "last_byte_ns", "first_stall_ns", "first_stall_len_ns")
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,36 @@ def silence(rows: pl.DataFrame, until: pl.DataFrame) -> Silence | None:
 
     The job is silent when all its nodes are; its pauses before are those of the node that paused longest.
     """
-    nodes = activity(rows, until, ["node"])
+    nodes = _reach(rows, until, ["node"])
     if nodes.is_empty():
         return None
-    longest = int(nodes.select(pl.col("pause_ns").max()).item())
     last = nodes.sort("quiet_ns", "node").row(0, named=True)
     active = int(nodes.select((pl.col("end") - pl.col("begin")).max()).item())
-    if last["quiet_ns"] <= max(LONGER * longest, OF_ACTIVE * active):
+    # First what is told without putting anything in order.
+    if last["quiet_ns"] <= OF_ACTIVE * active:
+        return None
+    longest = int(activity(rows, until, ["node"]).select(pl.col("pause_ns").max()).item())
+    if last["quiet_ns"] <= LONGER * longest:
         return None
     return Silence(int(last["end"]), int(last["until_ns"]), longest, until)
+
+
+def _reach(rows: pl.DataFrame, until: pl.DataFrame, key: list[str]) -> pl.DataFrame:
+    """As `activity`, without the pauses."""
+    flow = (pl.col("level") == "flow") & pl.col("start_ns").is_not_null()
+    return (
+        rows.select(
+            *key,
+            begin=pl.min_horizontal("call_ns", pl.when(flow).then("start_ns")),
+            end=pl.max_horizontal(
+                "call_ns", pl.when(flow).then(pl.max_horizontal("first_stall_ns", "last_byte_ns"))
+            ),
+        )
+        .group_by(key)
+        .agg(pl.col("begin").min(), pl.col("end").max())
+        .join(until, on="node")
+        .with_columns(quiet_ns=pl.col("until_ns") - pl.col("end"))
+    )
 
 
 def activity(rows: pl.DataFrame, until: pl.DataFrame, key: list[str]) -> pl.DataFrame:

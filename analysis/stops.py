@@ -9,12 +9,15 @@ import polars as pl
 
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.mismatch import find_mismatch
+from pulse_bpf.analysis.silence import NEEDED as SEEN
 from pulse_bpf.analysis.silence import Silence, silence, watched_until
 from pulse_bpf.analysis.stuck import Root, find_behind, find_root
 
 PROCESS = ["node", "pid"]
 # Operators of a job below which its silence says nothing.
 MIN_STEPS = 3
+# Rows that mostly have as many.
+FIRST = 1000
 # Columns of the operators that are looked at.
 NEEDED = (
     *(
@@ -76,9 +79,10 @@ def find_stops(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], end_ns
     findings: list[Finding] = []
     undecided: list[tuple[int, str]] = []
     for job in _jobs(rows):
-        if job.select("comm_id", "op_seq").n_unique() < MIN_STEPS:
+        steps = job.select("comm_id", "op_seq")
+        if steps.head(FIRST).n_unique() < MIN_STEPS and steps.n_unique() < MIN_STEPS:
             continue
-        quiet = silence(job.filter(pl.col("op_seq").is_not_null()), until)
+        quiet = silence(job.select("op_seq", *SEEN).filter(pl.col("op_seq").is_not_null()), until)
         lost = _calls_lost(job, tables["coverage"])
         found = _going_on(job, until, lost) if quiet is None else _who(job, tables, quiet, lost)
         if isinstance(found, Finding):
@@ -195,7 +199,8 @@ _CHECKS = {
 def _finding(job: pl.DataFrame, root: Root, first_ns: int, last_ns: int) -> Finding:
     """The finding about `root`: one process or node of it, or a group of nodes."""
     calls = job.join(
-        pl.DataFrame(root.suspects, schema={"node": pl.String, "pid": pl.Int64}, orient="row"), on=PROCESS
+        pl.DataFrame(root.suspects, schema={name: job.schema[name] for name in PROCESS}, orient="row"),
+        on=PROCESS,
     )
     nodes = sorted({node for node, _ in root.suspects})
     one = root.suspects[0] if len(root.suspects) == 1 else None

@@ -174,7 +174,7 @@ def _pending(job: pl.DataFrame) -> pl.DataFrame:
         .join(movers, on=what, how="semi", nulls_equal=True)
         .join(lasts, on=[*PROCESS, "comm_id"])
         .filter(pl.col("program_pos") > pl.col("last_moved"))
-        .with_columns(share=pl.lit(None, pl.Float64), direction=pl.lit(None, pl.String))
+        .with_columns(share=pl.lit(None, pl.Float64), direction=pl.lit(None, job.schema["direction"]))
     )
     columns = [*PROCESS, "gpu", "comm_id", "rank", "kind", "step", "program_pos"]
     columns += ["direction", "nic", "peer_rank", "peer_node", "share", "bytes", "last_byte_ns"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ def moment(text: str) -> int:
     if int(text) > time.time_ns() + MOST_AHEAD_NS:
         raise argparse.ArgumentTypeError(f"{text} is more than an hour ahead")
     return int(text)
+
+
+def place(text: str) -> Path | str:
+    """Where a recording is: a directory, or a URL of an object store."""
+    return text if "://" in text else Path(text)
 
 
 _UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000, "m": 60_000_000_000}

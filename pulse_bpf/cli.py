@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pulse_bpf import __version__
-from pulse_bpf.arguments import at_least_one, seconds, window
+from pulse_bpf.arguments import at_least_one, place, seconds, window
 from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE, PulseError, UsageError
 from pulse_bpf.output import write
 from pulse_bpf.start import start_at
@@ -134,7 +134,13 @@ def parser() -> argparse.ArgumentParser:
     record.set_defaults(func=_record)
 
     analyze = verbs.add_parser("analyze", help="name what is at fault, with evidence")
-    analyze.add_argument("recordings", type=Path, nargs="+", metavar="DIR", help="recordings, read as one")
+    analyze.add_argument(
+        "recordings",
+        type=place,
+        nargs="+",
+        metavar="DIR",
+        help="recordings, read as one; or URLs, as s3://...",
+    )
     shape = analyze.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="the findings as JSON")
     shape.add_argument("--explain", metavar="FINDING", help="all that a finding rests on, for example F1")
@@ -147,6 +153,13 @@ def parser() -> argparse.ArgumentParser:
     )
     analyze.add_argument("--exit-code", action="store_true", help=f"exit {ANOMALY} on an anomaly")
     analyze.add_argument("--operators", type=Path, metavar="FILE", help="also write the operators as Parquet")
+    analyze.add_argument(
+        "--engine",
+        choices=("local", "dask"),
+        default="local",
+        help="where it runs: in this process, or as tasks on Dask, by default on all CPUs here",
+    )
+    analyze.add_argument("--scheduler", metavar="ADDRESS", help="a Dask cluster that runs already")
     analyze.set_defaults(func=_analyze)
 
     from pulse_bpf import nic_cli
@@ -249,9 +262,21 @@ def _analyze(arguments: argparse.Namespace) -> int:
     from pulse_bpf.judge import judge
     from pulse_bpf.store import RowsFile
 
+    if arguments.scheduler and arguments.engine != "dask":
+        raise UsageError("--scheduler goes with --engine dask")
     with RowsFile(arguments.operators) if arguments.operators else nullcontext() as file:
-        on_rows = file.append if file else None
-        findings = judge(arguments.recordings, arguments.window, _notices, on_rows).findings
+        if arguments.engine == "local" and all(isinstance(each, Path) for each in arguments.recordings):
+            on_rows = file.append if file else None
+            findings = judge(arguments.recordings, arguments.window, _notices, on_rows).findings
+        else:
+            from pulse_bpf.fleet.engine import Dask, Local, judge_elsewhere
+
+            with Dask(arguments.scheduler) if arguments.engine == "dask" else Local() as engine:
+                findings, operators = judge_elsewhere(
+                    arguments.recordings, arguments.window, engine, _notices, file is not None
+                )
+            if file:
+                file.append(operators)
         if arguments.explain:
             write(explain(findings, arguments.explain))
         else:

@@ -74,7 +74,7 @@ def test_bash_completes_verbs_options_and_directories(share: Path, tmp_path: Pat
     (tmp_path / "notes").touch()
     assert completed(share, "pulse ana", tmp_path) == {"analyze"}
     assert completed(share, "pulse nic ", tmp_path) >= {"import", "list", "qps"}
-    assert completed(share, "pulse analyze --e", tmp_path) == {"--explain", "--exit-code"}
+    assert completed(share, "pulse analyze --e", tmp_path) == {"--engine", "--explain", "--exit-code"}
     assert completed(share, "pulse export rec --format p", tmp_path) == {"perfetto", "parquet"}
     found = completed(share, "pulse analyze ", tmp_path)
     assert "rec-1" in found or "rec-1/" in found
