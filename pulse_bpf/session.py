@@ -178,6 +178,7 @@ class Recording:
         self._probes.look_closer(self._queue_pair_pids)
         self._store([self._read_calls(None), *self._sources.stop()])
         self._writer.close()
+        self._warn_since(shown, console)
 
     def _begins(self, stop: list[int]) -> bool:
         """Whether it is known by now when to begin; `stop` is filled when that will never be."""
