@@ -162,8 +162,10 @@ def _only(possible: pl.DataFrame, comms: pl.DataFrame) -> tuple[pl.DataFrame, pl
         whole=pl.col("rank").n_unique().over("comm_id") >= pl.col("nranks"),
     )
     theirs = members.rename({"node": "end_node", "owner_pid": "peer_owner_pid"})
-    together = members.join(theirs, on="comm_id").select(processes).unique()
     both = possible.join(members, on=processes[:2], how="semi").join(theirs, on=processes[2:], how="semi")
+    # Not of all who are in a communicator together, which are as many as its ranks squared.
+    pairs = both.select(processes).unique().join(members, on=processes[:2])
+    together = pairs.join(theirs, on=[*processes[2:], "comm_id"]).select(processes).unique()
     strangers = both.join(together, on=processes, how="anti")
     parted = members.filter(~pl.col("whole").fill_null(False)).select(processes[:2]).unique()
     left = possible.join(strangers, on=["flow", "peer_flow"], how="anti")
