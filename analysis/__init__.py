@@ -145,4 +145,4 @@ def conclude(
 ) -> Findings:
     """The verdict on `recording`, or on what happened in a `window` of it, from what `measure` gives of it."""
     small = {name: frame for name, frame in recording.tables.items() if name != "ops"}
-    return localize(table, flows, small, recording.damaged, window)
+    return localize(table, flows, small, recording.damaged, window, recording.absent)

@@ -94,6 +94,14 @@ class Recording:
         return self._damaged + self.samples.damaged + self.ports.damaged
 
     @property
+    def absent(self) -> dict[str, str]:
+        """Nodes that should have been recorded and were not, with the reason, as manifests say."""
+        said = [manifest.get("missing_nodes") for manifest in self.manifests]
+        return {
+            str(node): str(why) for nodes in said if isinstance(nodes, dict) for node, why in nodes.items()
+        }
+
+    @property
     def missing(self) -> list[str]:
         """The tables that hold nothing, of those without which something cannot be known."""
         empty_ones = [table for table in ("nics", "ops", "comms", "qps") if self.tables[table].is_empty()]

@@ -35,12 +35,14 @@ def localize(
     tables: Mapping[str, pl.DataFrame],
     damaged: list[str],
     part: Window | None = None,
+    absent: Mapping[str, str] | None = None,
 ) -> Findings:
     """The verdict from `operators` (metrics.OPERATORS), the owners of the QPs (attribute.FLOWS) and the small `tables`.
 
     Uses of the tables: comms, processes, nodes, nics, events, port_counters, coverage. Never opens the samples. With
-    `part`, on that part of the time only.
+    `part`, on that part of the time only. `absent` says of nodes that should have been recorded why they were not.
     """
+    absent = absent or {}
     operators, flows, tables = numbered_names(operators, flows, tables)
     clock = one_clock(operators, tables["nodes"])
     operators = clock.shifted("operators", operators)
@@ -82,10 +84,12 @@ def localize(
             else replace(item, confidence=0.4)
             for item in found
         ]
-    if coverage["lost"] or damaged:
+    coverage["nodes_missing"] = [{"node": node, "reason": why} for node, why in sorted(absent.items())]
+    if coverage["lost"] or damaged or absent:
         found = [replace(finding, confidence=round(0.8 * finding.confidence, 3)) for finding in found]
     sure = [finding for finding in found if finding.confidence >= MIN_CONFIDENCE]
     missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, tables["nics"], coverage)]
+    missing += [f"{node} was not recorded: {why}" for node, why in sorted(absent.items())]
     missing += [
         f"{finding.kind} at {finding.node} is likely but not certain"
         for finding in found

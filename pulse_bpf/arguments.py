@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,19 @@ def at_least_one(text: str) -> int:
     """A whole number from 1 on."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)
+
+
+# A moment farther ahead than this is a mistake: of another unit, or of another clock.
+MOST_AHEAD_NS = 3_600_000_000_000
+
+
+def moment(text: str) -> int:
+    """A moment in ns since the Unix epoch, at most an hour ahead."""
+    if not text.isdecimal() or len(text) != 19:
+        raise argparse.ArgumentTypeError(f"{text[:40]} is no time in ns since the Unix epoch")
+    if int(text) > time.time_ns() + MOST_AHEAD_NS:
+        raise argparse.ArgumentTypeError(f"{text} is more than an hour ahead")
     return int(text)
 
 

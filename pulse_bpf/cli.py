@@ -18,6 +18,7 @@ from pulse_bpf import __version__
 from pulse_bpf.arguments import at_least_one, place, seconds, window
 from pulse_bpf.errors import ANOMALY, HOST, NO_DATA, OK, PARTIAL, USAGE, PulseError, UsageError
 from pulse_bpf.output import write
+from pulse_bpf.start import start_at
 
 if TYPE_CHECKING:
     from pulse_bpf.check import Check
@@ -97,6 +98,12 @@ def parser() -> argparse.ArgumentParser:
         "--detail", action="store_true", help="also channels, algorithm and protocol of each operator"
     )
     record.add_argument("-d", "--seconds", type=seconds, help="how long (default: until Ctrl-C)")
+    record.add_argument(
+        "--start-at",
+        type=start_at,
+        metavar="NS",
+        help="drop what happens before, in ns since the Unix epoch, so that hosts begin together; '-': read from stdin",
+    )
     record.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="a new directory")
     record.add_argument("--bin-us", type=int, default=1000, help="width of a traffic bin (default: 1000)")
     record.add_argument(
@@ -157,11 +164,13 @@ def parser() -> argparse.ArgumentParser:
 
     from pulse_bpf import nic_cli
     from pulse_bpf.export import cli as export_cli
+    from pulse_bpf.fleet import cli as fleet_cli
     from pulse_bpf.lab import cli as lab_cli
     from pulse_bpf.live import cli as live_cli
     from pulse_bpf.live import watch_cli
     from pulse_bpf.report import cli as report_cli
 
+    fleet_cli.add_commands(verbs)
     report_cli.add_commands(verbs)
     export_cli.add_commands(verbs)
     watch_cli.add_commands(verbs)
@@ -224,7 +233,14 @@ def _record(arguments: argparse.Namespace) -> int:
         pcc=dict(map(_pcc, arguments.pcc)),
     )
     outcome = record(
-        hosts, arguments.seconds, arguments.output, wanted, arguments.wait, arguments.detail, _notices
+        hosts,
+        arguments.seconds,
+        arguments.output,
+        wanted,
+        arguments.wait,
+        arguments.detail,
+        _notices,
+        arguments.start_at,
     )
     for line in summary(outcome.seconds, outcome.rows, outcome.lost, arguments.output):
         _notices.print(line, highlight=False, soft_wrap=True)

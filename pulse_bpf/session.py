@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import signal
 import time
@@ -25,6 +26,7 @@ from pulse_bpf.pace import Pace
 from pulse_bpf.probe_set import ProbeSet
 from pulse_bpf.schema import NICS, NODES, STR, U32, conform
 from pulse_bpf.sources import Sources, Wanted
+from pulse_bpf.start import READY, Start
 from pulse_bpf.store import RecordingWriter, Writer
 from pulse_bpf.watch import Selection, Watch
 
@@ -35,6 +37,18 @@ ROTATE_S = 0.65
 SETTLE_S = 0.1
 # How often processes are looked for, and libraries that were opened since.
 WATCH_S = 2.0
+
+# A moment that has not come: while nobody has said when to begin.
+_NEVER_NS = 2**62
+
+# When the rows of growing tables were, but the anchors of clocks, which hold at any time.
+_MOMENTS = {
+    "ops": "call_ns",
+    "samples": "t_ns",
+    "port_samples": "t_ns",
+    "events": "t_ns",
+    "port_counters": "t_ns",
+}
 
 
 @dataclass
@@ -59,9 +73,13 @@ def record(
     wait: bool,
     detail: bool,
     console: Console,
+    start_at: Start | None = None,
 ) -> Outcome:
     """Records `hosts` into `output` for `seconds`, or until SIGINT, SIGTERM or the end of every process named.
 
+    What happens before the moment that `start_at` gives, on this host's wall clock, is not recorded: by then all is
+    attached, so that hosts that are given one moment begin together. Where that takes longer, the recording begins late
+    and is shorter; when it is never given, nothing is recorded.
     `wait` records also when there is no process with an NCCL yet, `detail` also how NCCL carries out each operator.
     The processes are only read from, and everything attached is detached before this returns or raises.
     HostError, AttachError and UsageError when nothing can be recorded; what fails for a part is a warning.
@@ -73,7 +91,7 @@ def record(
         )
     writer = RecordingWriter(output)
     with stop_on_signals() as stop, ExitStack() as cleanup:
-        recording = Recording(hosts, wanted, wait, detail, writer, cleanup)
+        recording = Recording(hosts, wanted, wait, detail, writer, cleanup, start_at)
         privileges.drop()
         recording.run(seconds, stop, console)
         return recording.outcome
@@ -90,6 +108,7 @@ class Recording:
         detail: bool,
         writer: Writer,
         cleanup: ExitStack,
+        start_at: Start | None = None,
     ) -> None:
         self.outcome = Outcome()
         self._writer = writer
@@ -103,6 +122,9 @@ class Recording:
         self._notices: list[str] = []
         self._attach_first()
         self._attached_ns = self._read_ns = self._now_ns()
+        # What was seen before is dropped, and is not said to be covered.
+        self._start_at = start_at
+        self._start_ns = None if start_at is None else _NEVER_NS
         self._nics, taps = self._find_nics(hosts)
         self._qps = QpTable(self._nics)
         self._rdma = self._open_netlink()
@@ -116,6 +138,8 @@ class Recording:
     def run(self, seconds: float | None, stop: list[int], console: Console) -> None:
         """Drains every POLL_S and stores every ROTATE_S until time is over, a signal came or all named are gone."""
         started = rotated = watched = time.monotonic()
+        if self._start_at is not None:
+            started = math.inf
         self._store([])
         console.print(
             f"processes attached: {self._probes.running}; Ctrl-C ends the recording", highlight=False
@@ -123,11 +147,15 @@ class Recording:
         self._tell(console)
         shown = self._warn_since(0, console)
         pace = Pace(seconds)
+        if self._start_at is not None:
+            console.print(READY, highlight=False)
         with console.status("recording") as status:
             while not stop and (seconds is None or time.monotonic() - started < seconds):
                 time.sleep(POLL_S)
                 self._probes.drain()
                 self._sources.drain()
+                if self._start_ns == _NEVER_NS and self._begins(stop):
+                    started = (self._start_ns - self._offset_ns) / 1e9
                 if time.monotonic() - watched >= WATCH_S:
                     watched = time.monotonic()
                     self._attach_new()
@@ -138,18 +166,36 @@ class Recording:
                 self._observe_queue_pairs()
                 settled_ns = time.monotonic_ns() - int(SETTLE_S * 1e9)
                 self._store([self._read_calls(settled_ns), *self._sources.read()])
-                status.update(pace.line(rotated - started, self.outcome.rows, self.outcome.lost))
+                status.update(pace.line(max(0.0, rotated - started), self.outcome.rows, self.outcome.lost))
                 if self._is_over():
                     self._warn(["every recorded process ended, and the recording with them"])
                 self._tell(console)
                 shown = self._warn_since(shown, console)
                 if self._is_over():
                     break
-        self.outcome.seconds = time.monotonic() - started
+        self.outcome.seconds = max(0.0, time.monotonic() - started)
         self._observe_queue_pairs()
         self._probes.look_closer(self._queue_pair_pids)
         self._store([self._read_calls(None), *self._sources.stop()])
         self._writer.close()
+        self._warn_since(shown, console)
+
+    def _begins(self, stop: list[int]) -> bool:
+        """Whether it is known by now when to begin; `stop` is filled when that will never be."""
+        assert self._start_at is not None
+        try:
+            start_ns = self._start_at()
+        except EOFError:
+            self._warn(["it was never said when to begin"])
+            stop.append(0)
+            return False
+        if start_ns is None:
+            return False
+        self._start_ns = start_ns
+        late_s = (self._now_ns() - start_ns) / 1e9
+        if late_s > POLL_S:
+            self._warn([f"the recording begins {late_s:.1f} s late: it was not ready by --start-at"])
+        return True
 
     def _attach_first(self) -> None:
         """Attaches to what is there; raises what is wrong when that is nothing, unless it may come later."""
@@ -264,6 +310,8 @@ class Recording:
     def _store(self, batches: Sequence[Tables]) -> None:
         for table in sorted({name for batch in batches for name in batch}):
             frame = pl.concat([batch[table] for batch in batches if table in batch])
+            if self._start_ns is not None and table in _MOMENTS:
+                frame = frame.filter(pl.col(_MOMENTS[table]) >= self._start_ns)
             self._writer.append(table, frame)
             self.outcome.rows[table] = self.outcome.rows.get(table, 0) + frame.height
         now = clock.anchor()
@@ -298,7 +346,12 @@ class Recording:
         cards = self._sources.coverage()
         # Every row may carry the loss of the whole reader.
         self.outcome.lost += int(cards.group_by("source").agg(pl.col("lost").max())["lost"].sum())
-        return pl.concat([calls, cards])
+        covered = pl.concat([calls, cards])
+        if self._start_ns == _NEVER_NS:
+            return covered.clear()
+        if self._start_ns is not None:
+            covered = covered.with_columns(pl.col("first_ns", "last_ns").clip(self._start_ns))
+        return covered
 
     def _now_ns(self) -> int:
         """Wall clock as the recording has it: a step of this host's clock under way changes nothing."""

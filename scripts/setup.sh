@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 packages="python3 python3-venv python3-bpfcc python3-pyverbs rdma-core ibverbs-providers libibverbs-dev
 gcc libc6-dev iproute2 kmod qemu-system-x86 xz-utils"
 [ "${2:-}" = tests ] && packages="$packages g++ lld gcc-riscv64-linux-gnu libc6-dev-riscv64-cross qemu-user
-groff-base zsh"
+groff-base openssh-server zsh"
 # Debian alone has a Chromium that is no snap, and that runs without a desktop.
 if [ "${2:-}" = tests ] && grep -qx 'ID=debian' /etc/os-release; then
     packages="$packages chromium-headless-shell fonts-dejavu-core"

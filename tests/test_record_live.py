@@ -132,6 +132,36 @@ def test_a_recording_that_is_told_to_stop_stores_all_and_lets_go(
         assert stored_ops(directory)["call_ns"].max() >= told_ns
 
 
+def test_a_recording_begins_at_the_moment_it_is_given(caller: list[str | Path], tmp_path: Path) -> None:
+    directory = tmp_path / "recording"
+    with running(caller) as target:
+        target.begin(f"0 {CALLS_PER_S}")
+        start_ns = time.time_ns() + 8_000_000_000
+        command = [*PULSE, "record", "-p", str(target.pid), "-d", "1", "--start-at", str(start_ns)]
+        done = subprocess.run([*command, "-o", directory], capture_output=True, text=True)
+        ended_ns = time.time_ns()
+        called_as_paced(target)
+    assert done.returncode in (OK, PARTIAL), done.stderr
+    assert "late" not in done.stderr
+    call_ns = pl.read_parquet(directory / "ops/*.parquet")["call_ns"]
+    first_ns, last_ns = int(call_ns.min()), int(call_ns.max())  # type: ignore[arg-type]
+    assert 0 <= first_ns - start_ns < 0.1e9
+    assert call_ns.len() == pytest.approx((last_ns - first_ns) * CALLS_PER_S / 1e9, rel=0.1)
+    assert last_ns - start_ns >= 0.9e9
+    assert ended_ns - start_ns >= 1e9
+    assert pl.read_parquet(directory / "coverage.parquet")["first_ns"].min() == start_ns
+
+
+def test_a_recording_that_begins_late_says_so(caller: list[str | Path], tmp_path: Path) -> None:
+    with running(caller) as target:
+        target.begin(f"0 {CALLS_PER_S}")
+        start_ns = time.time_ns() - 1_000_000_000
+        command = [*PULSE, "record", "-p", str(target.pid), "-d", "2", "--start-at", str(start_ns)]
+        done = subprocess.run([*command, "-o", tmp_path / "rec"], capture_output=True, text=True)
+    assert done.returncode == PARTIAL
+    assert re.search(r"warning: the recording begins \d+\.\d s late", done.stderr)
+
+
 def test_a_child_that_starts_later_is_recorded(caller: list[str | Path], tmp_path: Path) -> None:
     launch = (
         "import subprocess, sys; print('ready', flush=True); sys.stdin.readline();"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import random
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from pulse_bpf.errors import OK, PARTIAL, HostError, UsageError
 from pulse_bpf.lab import evaluate, simulate
 from pulse_bpf.output import write
+from pulse_bpf.start import start_at
 
 
 def add_commands(verbs: Any) -> None:
@@ -57,6 +59,16 @@ def add_commands(verbs: Any) -> None:
     )
     replay.add_argument("--seconds", type=_positive, metavar="S", help="only the first S seconds of it")
     replay.set_defaults(func=_as_root(_replay))
+
+    play = commands.add_parser("play", help="what one node recorded, recorded again now, for a rehearsal")
+    play.add_argument("recording", type=Path, metavar="DIR")
+    play.add_argument("--node", metavar="NODE", help="whose (default: that of this host's name)")
+    play.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    play.add_argument(
+        "--start-at", type=start_at, required=True, metavar="NS", help="as `pulse record` takes it"
+    )
+    play.add_argument("-d", "--seconds", type=_positive, help="how long (default: all of it)")
+    play.set_defaults(func=_play)
 
     simulate.add_commands(commands)
     evaluate.add_commands(commands)
@@ -169,3 +181,10 @@ def _replay(arguments: argparse.Namespace) -> int:
         replayed = replay.to_device(arguments.recording, arguments.dev, speed=speed, seconds=seconds)
     write("\n".join(replay.told(replayed)))
     return PARTIAL if replayed.left_out or replayed.dropped_packets else OK
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from pulse_bpf.lab.play import play
+
+    node = arguments.node or socket.gethostname()
+    return play(arguments.recording, node, arguments.output, arguments.start_at, arguments.seconds)
