@@ -54,7 +54,7 @@ class RecordingWriter:
         self._created_mono_ns = time.monotonic_ns()
         self._parts: dict[str, int] = {}
         self._current: dict[str, pl.DataFrame] = {}
-        with _explained(root):
+        with explained(root):
             if root.exists():
                 _check_unused(root)
 
@@ -125,7 +125,7 @@ class RecordingWriter:
         )
 
     def _atomically(self, path: Path, write: Callable[[Path], object]) -> None:
-        with _explained(self.root):
+        with explained(self.root):
             path.parent.mkdir(parents=True, exist_ok=True)
             _replace(path, write)
 
@@ -135,7 +135,7 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
 
     A device or pipe, as /dev/null is, is written into as it is. HostError when the disk is full or refuses.
     """
-    with _explained(path):
+    with explained(path):
         if _is_stream(path):
             write(path)
         else:
@@ -191,7 +191,7 @@ class RowsFile:
     def _try(self, step: Callable[[], None]) -> None:
         if self._refused is None:
             try:
-                with _explained(self._path):
+                with explained(self._path):
                     step()
             except HostError as error:
                 self._refused = error
@@ -244,7 +244,7 @@ def _fsync(path: Path) -> None:
 
 
 @contextmanager
-def _explained(root: Path) -> Iterator[None]:
+def explained(root: Path) -> Iterator[None]:
     """What a file system refuses, in an admin's words."""
     try:
         yield

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shlex
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pulse_bpf.errors import HostError, UsageError
+from pulse_bpf.cli import main
+from pulse_bpf.errors import HOST, USAGE, HostError, UsageError
 from pulse_bpf.fleet.nodes import is_name, node_set, nodes_of_job, pods_of_label
 from pulse_bpf.fleet.workers import Way
 
@@ -140,6 +142,41 @@ def test_a_hostile_job_is_refused_before_anything_runs(path: Path, job: str) -> 
 def test_without_slurm_it_says_what_to_do(path: Path) -> None:
     with pytest.raises(HostError, match=r"no squeue here.*-w"):
         nodes_of_job("1")
+
+
+def test_what_kubectl_says_last_is_told_whole(path: Path) -> None:
+    why = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
+    program(path, "kubectl", f"echo 'E1130 memcache.go:265 Unhandled Error' >&2; echo '{why}' >&2; exit 1")
+    with pytest.raises(HostError) as failed:
+        pods_of_label("app=pulse", "ops")
+    assert str(failed.value) == f"kubectl fails: {why}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--worker", "k8s", "--label", ""], "no label of Kubernetes"),
+        (["-w", "a", "--rehearse", ""], "does not begin with /"),
+        (["-w", "a", "--rehearse", "job"], "does not begin with /"),
+        (["-w", "a", "--topology", "none"], "cannot use the topology none"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_anything_runs(
+    path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], why: str
+) -> None:
+    """A program of the cluster would fail the test, and so would a thread, for which the interpreter would wait."""
+    threads = threading.active_count()
+    assert main(["investigate", "-o", str(path / "out"), *arguments]) == USAGE
+    assert why in capsys.readouterr().err
+    assert threading.active_count() == threads
+
+
+def test_a_place_that_cannot_be_is_refused_before_anything_runs(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path / "file").touch()
+    assert main(["investigate", "-w", "a", "-o", str(path / "file" / "out")]) == HOST
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def pod(name: str, node: str, phase: str = "Running") -> dict[str, object]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import queue
+import resource
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from pulse_bpf import __version__
-from pulse_bpf.errors import DataError
+from pulse_bpf.errors import DataError, HostError
 from pulse_bpf.fleet import wire
 from pulse_bpf.fleet.sessions import Sessions
 from pulse_bpf.fleet.workers import Event
@@ -192,6 +193,25 @@ def test_a_node_that_sends_something_else_is_out_of_it_and_leaves_nothing(
     assert len(found) <= 300
     sessions.close()
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*")] == ["ops/b.parquet"]
+
+
+def test_a_disk_here_that_takes_no_more_is_told_and_leaves_nothing(
+    double: Double, sessions: Sessions, tmp_path: Path
+) -> None:
+    double.hello("a")
+    double.hello("b")
+    sessions.ask(sessions.wait("hello", "testing", 1), "tables")
+    for line in archive("ops.parquet", b"x" * 100_000):
+        double.say("a", line)
+    _, hard = before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        with pytest.raises(HostError, match=f"cannot write to {tmp_path}: File too large"):
+            sessions.wait("tables", "testing", 1)
+        sessions.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_node_that_does_not_answer_is_named_with_what_it_was_doing(

@@ -80,8 +80,13 @@ def _investigate(arguments: argparse.Namespace) -> int:
         raise UsageError("--worker k8s and --label go together")
     if arguments.worker != "ssh" and (arguments.ssh_config or arguments.topology):
         raise UsageError("--ssh-config and --topology go with --worker ssh")
+    if arguments.rehearse is not None and not arguments.rehearse.startswith("/"):
+        raise UsageError(
+            f"--rehearse {arguments.rehearse[:60]!r} does not begin with /",
+            "each node looks for it at that path",
+        )
     Selection(job=arguments.job)
-    pods = nodes.pods_of_label(arguments.label, arguments.namespace) if arguments.label else None
+    pods = None if arguments.label is None else nodes.pods_of_label(arguments.label, arguments.namespace)
     if arguments.nodes:
         names = nodes.node_set(arguments.nodes)
         if pods is not None and (strange := [name for name in names if name not in pods]):
@@ -94,7 +99,7 @@ def _investigate(arguments: argparse.Namespace) -> int:
         raise UsageError("no nodes are given", "", "Give them with -w NODES, --job ID or --label K=V")
     of = ["--job", arguments.job] if arguments.job else ["--all"]
     record = ["record", *of, "--bin-us", str(arguments.bin_us)]
-    if arguments.rehearse:
+    if arguments.rehearse is not None:
         record = ["lab", "play", arguments.rehearse]
     plan = Plan(
         nodes=tuple(names),
@@ -113,7 +118,7 @@ def _investigate(arguments: argparse.Namespace) -> int:
         output=arguments.output,
         patience_s=arguments.patience,
         raw=arguments.raw,
-        checks=not arguments.rehearse,
+        checks=arguments.rehearse is None,
     )
     if arguments.dry_run:
         write("\n".join(plan.told()))

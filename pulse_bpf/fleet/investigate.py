@@ -32,7 +32,7 @@ from pulse_bpf.judge import Judged, judge
 from pulse_bpf.output import write
 from pulse_bpf.report.page import page
 from pulse_bpf.schema import FORMAT, FORMAT_VERSION
-from pulse_bpf.store import RecordingWriter, write_file
+from pulse_bpf.store import RecordingWriter, explained, write_file
 
 # Once all are attached, what says when to begin has this long to come to all of them.
 LEAD_S = 2.0
@@ -81,11 +81,12 @@ def investigate(plan: Plan, console: Console, as_json: bool) -> int:
     """Carries out `plan`, prints the verdict, and returns the exit status.
 
     A node that cannot be used costs its own data, is named with its reason, and makes the exit status PARTIAL.
-    DataError when no node can be used. KeyboardInterrupt, also for SIGTERM, once all agents have undone what they did,
-    or could not be reached.
+    DataError when no node can be used, HostError when the disk here refuses. KeyboardInterrupt, also for SIGTERM, once
+    all agents have undone what they did, or could not be reached.
     """
     writer = RecordingWriter(plan.output)
-    plan.output.mkdir(parents=True, exist_ok=True)
+    with explained(plan.output):
+        plan.output.mkdir(parents=True, exist_ok=True)
     with _interrupted_by_sigterm(), Board(console) as board:
         connections = Connections(plan.nodes, plan.way)
         sessions = Sessions(
@@ -106,8 +107,8 @@ def investigate(plan: Plan, console: Console, as_json: bool) -> int:
             audit.store()
             raise
         finally:
-            sessions.close()
             connections.close()
+            sessions.close()
     _report(plan, judged, console)
     findings = judged.findings
     write(findings.to_json() if as_json else render(findings))

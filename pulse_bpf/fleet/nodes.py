@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from ClusterShell.NodeSet import NodeSet, NodeSetException
 from ClusterShell.NodeUtils import GroupSourceError
 
+from pulse_bpf.analysis.text import printable
 from pulse_bpf.errors import HostError, UsageError
 
 # What a host name may be (RFC 1123, and the underscores that some sites have). It begins with no "-", so that no
@@ -123,9 +124,10 @@ def _asked(command: Sequence[str]) -> str:
             f"{command[0]} does not answer within {_ANSWER_S} s", "", "Name the nodes with -w"
         ) from error
     if done.returncode:
-        raise HostError(
-            f"{command[0]} fails", _shown(done.stderr.strip() or f"exit status {done.returncode}")
-        )
+        # What is to be done about it comes last, after what was tried.
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        why = printable(said[-1])[:300] if said else f"exit status {done.returncode}"
+        raise HostError(f"{command[0]} fails", why)
     return done.stdout
 
 

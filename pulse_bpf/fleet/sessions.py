@@ -17,6 +17,7 @@ from pulse_bpf.errors import DataError
 from pulse_bpf.fleet import wire
 from pulse_bpf.fleet.nodes import is_name
 from pulse_bpf.fleet.workers import Connections, Event
+from pulse_bpf.store import explained
 
 # How often a node's clock is asked: the quickest answer tells most.
 CLOCK_ASKED = 3
@@ -57,7 +58,8 @@ class Sessions:
     """Talks with the agents of all nodes; files that they send are looked at, and go where `place` says.
 
     `accept(path, host)` raises DataError for a file that is not what was asked for. `files` names what may come in each
-    step. `show` is called when something has changed.
+    step. `show` is called when something has changed. HostError where the disk here
+    refuses what comes.
     """
 
     def __init__(
@@ -161,7 +163,8 @@ class Sessions:
                 if message is None:
                     node.said = (node.said + event.text + b"\n")[-_SAID_BYTES:]
                 else:
-                    self._answer(node, message)
+                    with explained(self._incoming.parent):
+                        self._answer(node, message)
             except DataError as error:
                 self.fail(node, f"it sent what was not asked for: {error}")
             except (KeyError, TypeError, ValueError) as error:

@@ -12,6 +12,7 @@ import binascii
 import json
 import tarfile
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -126,7 +127,8 @@ class Unpacker:
         """Ends it; DataError where it should be `whole` and is not."""
         cut = self._file is not None or not self._ended
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of a full disk; it is not whole in any case
+                self._file.close()
             self._file = None
         if whole and cut:
             raise DataError("an archive ends too early")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import resource
 import shlex
+import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from ClusterShell.Event import EventHandler
 from ClusterShell.Task import Task
+from ClusterShell.Topology import TopologyParser
 from ClusterShell.Worker.Exec import ExecClient, ExecWorker
 from ClusterShell.Worker.Ssh import SshClient, WorkerSsh
 
@@ -100,6 +102,8 @@ class Connections:
 
     def __init__(self, nodes: Sequence[str], way: Way) -> None:
         _let_open(4 * len(nodes) + 256)
+        # Before the task, whose thread only its own end lets go.
+        topology = None if way.topology is None else _tree(way.topology)
         self.events: queue.Queue[Event] = queue.Queue(MOST_WAITING)
         self._count = len(nodes)
         self._closing = threading.Event()
@@ -117,10 +121,7 @@ class Connections:
         self._woken = threading.Lock()
         self._port = self._task.port(handler=_Orders(self._obey))
         if way.topology is not None:
-            try:
-                self._task.load_topology(str(way.topology))
-            except Exception as error:
-                raise UsageError(f"cannot use the topology {way.topology}", str(error)) from error
+            self._task.topology = topology
             self._task.set_info("grooming_delay", 0.05)
         self._task.resume()
         self._order(partial(self._open, tuple(nodes), way))
@@ -190,6 +191,14 @@ def _let_open(files: int) -> None:
         )
     if soft != resource.RLIM_INFINITY and soft < files:
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+
+
+def _tree(topology: Path) -> Any:
+    """Through which gateways nodes are reached from here; UsageError for what ClusterShell cannot read."""
+    try:
+        return TopologyParser(str(topology)).tree(socket.gethostname().partition(".")[0])
+    except Exception as error:
+        raise UsageError(f"cannot use the topology {topology}", str(error)) from error
 
 
 class _Handler(EventHandler):  # type: ignore[misc]
