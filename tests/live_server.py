@@ -61,7 +61,8 @@ def served(
     own = there.certificate("localhost", expired)
     server = Server(
         collector,
-        f"grpc+tls://localhost:{port}",
+        "localhost",
+        port,
         pem(own),
         own.private_key_pem.bytes(),
         None if tokens else authority.cert_pem.bytes(),

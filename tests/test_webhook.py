@@ -216,10 +216,31 @@ def test_an_unusable_token_is_told_at_once(
         hook(registry, "http://localhost", token_file=tmp_path / "token")
 
 
-@pytest.mark.parametrize("url", ["", "localhost:9093", "ftp://host", "http://", "/tmp/x"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost:9093", "ftp://host", "http://", "/tmp/x", "http://[x", "http://host:x"]
+)
 def test_what_is_no_address_is_refused(registry: CollectorRegistry, url: str) -> None:
     with pytest.raises(UsageError, match="no address of a webhook"):
         hook(registry, url)
+
+
+def test_an_address_with_a_user_is_refused_without_saying_it(registry: CollectorRegistry) -> None:
+    with pytest.raises(UsageError, match="webhook-token-file") as refused:
+        hook(registry, "https://me:secret@host/x")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("answers", [[500, 500, 500], [404], [hang, hang, hang]])
+def test_what_is_logged_does_not_hold_the_secret_of_an_address(
+    registry: CollectorRegistry, receiver: Receiver, caplog: pytest.LogCaptureFixture, answers: list[Any]
+) -> None:
+    receiver.answers = answers
+    sender = hook(registry, f"{receiver.url}/services/secret?token=secret")
+    sender.send([event(1)])
+    sender.close(10)
+    (record,) = (record for record in caplog.records if record.levelname in ("WARNING", "ERROR"))
+    assert "http://127.0.0.1" in record.getMessage()
+    assert "secret" not in caplog.text
 
 
 def alerts(receiver: Receiver) -> list[list[dict[str, Any]]]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from pulse_bpf.errors import DataError, UsageError
+from pulse_bpf.errors import DataError
 from pulse_bpf.live.client import FlightLink
-from pulse_bpf.live.security import read
+from pulse_bpf.live.security import read_tls
 from pulse_bpf.live.status import SCHEMA_VERSION, Json
 from pulse_bpf.live.token import read_token
 
@@ -22,9 +22,7 @@ def collector(
     `token_file` holds a token. It raises LinkError when there is no answer, or a refusal, and DataError when the answer
     is none that this version reads. UsageError when half a certificate is given, or a file cannot be read.
     """
-    if (cert is None) != (key is None):
-        raise UsageError("a certificate and its key go together", "", "Give both --cert and --key")
-    authority, ours, secret = (None if path is None else read(path) for path in (ca, cert, key))
+    authority, ours, secret = read_tls(ca, cert, key)
     token = None if token_file is None else read_token(token_file)
     link = FlightLink(host, port, authority, ours, secret, token)
     return lambda: _document(link.status())

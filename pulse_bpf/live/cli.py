@@ -108,6 +108,7 @@ def _agent(arguments: argparse.Namespace) -> int:
 
     from pulse_bpf.hosts import read_hosts, this_host
     from pulse_bpf.live.agent import Agent, Budget
+    from pulse_bpf.live.claim import claimed
     from pulse_bpf.live.collector import steady_clock
     from pulse_bpf.live.metrics import serve
     from pulse_bpf.live.recorder import FlightRecorder
@@ -122,16 +123,6 @@ def _agent(arguments: argparse.Namespace) -> int:
         hosts = read_hosts(arguments.hosts)
     else:
         hosts = [this_host(Selection((), arguments.all, arguments.job, None), [])]
-    registry = CollectorRegistry()
-    agent = Agent(
-        _link(arguments),
-        Spool(arguments.state / "spool", arguments.spool_mb * _MB, 64 * _MB),
-        FlightRecorder(arguments.state / "raw", arguments.raw_seconds, arguments.raw_mb * _MB),
-        Budget(arguments.cores, arguments.memory_mb * _MB, arguments.send_kb * 1024),
-        steady_clock(),
-        registry,
-        _tell,
-    )
     wanted = Wanted(
         bin_ns=arguments.bin_us * 1000,
         xdp=False,
@@ -142,7 +133,19 @@ def _agent(arguments: argparse.Namespace) -> int:
         diag_force=False,
         pcc={},
     )
+    link = _link(arguments)
     with ExitStack() as cleanup:
+        cleanup.enter_context(claimed(arguments.state, "agent"))
+        registry = CollectorRegistry()
+        agent = Agent(
+            link,
+            Spool(arguments.state / "spool", arguments.spool_mb * _MB, 64 * _MB),
+            FlightRecorder(arguments.state / "raw", arguments.raw_seconds, arguments.raw_mb * _MB),
+            Budget(arguments.cores, arguments.memory_mb * _MB, arguments.send_kb * 1024),
+            steady_clock(),
+            registry,
+            _tell,
+        )
         if arguments.metrics:
             cleanup.callback(serve(registry, *arguments.metrics).shutdown)
         return run_agent(hosts, wanted, agent, _notices)
@@ -150,12 +153,12 @@ def _agent(arguments: argparse.Namespace) -> int:
 
 def _link(arguments: argparse.Namespace) -> FlightLink:
     from pulse_bpf.live.client import FlightLink
-    from pulse_bpf.live.security import read
+    from pulse_bpf.live.security import read_tls
     from pulse_bpf.live.token import read_token
 
     if bool(arguments.cert) != bool(arguments.key) or not (arguments.cert or arguments.token_file):
         raise UsageError("a collector lets nobody in unknown", "", "Give --cert and --key, or --token-file")
-    ca, cert, key = (path and read(path) for path in (arguments.ca, arguments.cert, arguments.key))
+    ca, cert, key = read_tls(arguments.ca, arguments.cert, arguments.key)
     token = read_token(arguments.token_file) if arguments.token_file else None
     host, port = arguments.collector
     return FlightLink(host, port, ca, cert, key, token)
@@ -164,30 +167,27 @@ def _link(arguments: argparse.Namespace) -> FlightLink:
 def _collect(arguments: argparse.Namespace) -> int:
     from prometheus_client import CollectorRegistry
 
+    from pulse_bpf.live.claim import claimed
     from pulse_bpf.live.collector import Collector, steady_clock
     from pulse_bpf.live.metrics import serve
     from pulse_bpf.live.running import run_collector
-    from pulse_bpf.live.security import AllowList, Tokens, read
+    from pulse_bpf.live.security import AllowList, Tokens, read_tls
     from pulse_bpf.live.server import Server
 
     if not (arguments.ca or arguments.tokens):
         raise UsageError("a collector lets nobody in unknown", "", "Give --ca, or --tokens")
     allowed = AllowList(arguments.allow)
     tokens = Tokens(arguments.tokens) if arguments.tokens else None
+    ca, cert, key = read_tls(arguments.ca, arguments.cert, arguments.key)
+    assert cert is not None, "the command line wants it"
+    assert key is not None, "the command line wants it"
     registry = CollectorRegistry()
-    collector = Collector(arguments.state, steady_clock(), registry)
-    host, port = arguments.listen
-    server = Server(
-        collector,
-        f"grpc+tls://[{host}]:{port}" if ":" in host else f"grpc+tls://{host}:{port}",
-        read(arguments.cert),
-        read(arguments.key),
-        read(arguments.ca) if arguments.ca else None,
-        allowed,
-        tokens,
-    )
-    hooks = _webhooks(arguments, collector.metrics, collector.log.open())
     with ExitStack() as cleanup:
+        cleanup.enter_context(claimed(arguments.state, "collector"))
+        collector = Collector(arguments.state, steady_clock(), registry)
+        host, port = arguments.listen
+        server = Server(collector, host, port, cert, key, ca, allowed, tokens)
+        hooks = _webhooks(arguments, collector.metrics, collector.log.open())
         for hook in hooks:
             cleanup.callback(hook.close, 5.0)
         if arguments.metrics:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
@@ -36,11 +37,15 @@ class _Watched:
             status = self._path.stat()
             stamp = (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino)
             if stamp != self._stamp:
-                lines = (line.partition("#")[0].strip() for line in self._path.read_text().splitlines())
-                self._entries, self._stamp = [self._parse(line) for line in lines if line], stamp
+                self._entries, self._stamp = self.parsed(), stamp
         except (OSError, ValueError):
             self._entries, self._stamp = [], ()
         return self._entries
+
+    def parsed(self) -> list[Any]:
+        """What it says now; OSError or ValueError where it cannot be read."""
+        lines = (line.partition("#")[0].strip() for line in self._path.read_text().splitlines())
+        return [self._parse(line) for line in lines if line]
 
 
 class AllowList:
@@ -52,10 +57,7 @@ class AllowList:
     def __init__(self, path: Path) -> None:
         self._file = _Watched(path, _client)
         try:
-            for line in path.read_text().splitlines():
-                text = line.partition("#")[0].strip()
-                if text:
-                    _client(text)
+            self._file.parsed()
         except ValueError as error:
             raise UsageError(f"a line of {path} names no client", str(error)) from error
         except OSError as error:
@@ -71,12 +73,16 @@ class AllowList:
 class Tokens:
     """Tokens in a file, one a line: NAME TOKEN, for where certificates per node are too much.
 
-    UsageError when everybody may read the file.
+    UsageError when everybody may read the file, or a line of it is none.
     """
 
     def __init__(self, path: Path) -> None:
         _check_private(path)
         self._file = _Watched(path, _token)
+        try:
+            self._file.parsed()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} holds no tokens", str(error)) from error
 
     def name(self, token: str) -> str | None:
         """Whose token that is; takes as long for a wrong one."""
@@ -85,10 +91,29 @@ class Tokens:
         return names[0] if names else None
 
 
-def read(path: Path) -> bytes:
-    """A file that the command line names; UsageError when it cannot be read."""
+def read_tls(
+    ca: Path | None, cert: Path | None, key: Path | None
+) -> tuple[bytes | None, bytes | None, bytes | None]:
+    """An authority, and a certificate with its key, as PEM, of which each may be left out.
+
+    UsageError when a file cannot be read or is none, and where certificate and key do not belong together.
+    """
+    if (cert is None) != (key is None):
+        raise UsageError("a certificate and its key go together", "", "Give both --cert and --key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ours = f"{cert} and {key} are no certificate with its key, both PEM"
+    _checked(ca, f"{ca} holds no certificate as PEM", lambda: context.load_verify_locations(ca))
+    # A key that wants a password would otherwise ask for one on the terminal.
+    _checked(cert, ours, lambda: context.load_cert_chain(str(cert), key, password=""))
+    return tuple(None if path is None else path.read_bytes() for path in (ca, cert, key))  # type: ignore[return-value]
+
+
+def _checked(path: Path | None, otherwise: str, load: Callable[[], object]) -> None:
     try:
-        return path.read_bytes()
+        if path is not None:
+            load()
+    except ssl.SSLError as error:
+        raise UsageError(otherwise, error.reason or "") from error
     except OSError as error:
         raise UsageError(f"cannot read {path}", error.strerror or str(error)) from error
 
@@ -114,7 +139,10 @@ def _client(line: str) -> Client:
 
 
 def _token(line: str) -> tuple[str, bytes]:
-    name, token = line.split()
+    name, *rest = line.split()
+    if len(rest) != 1:
+        raise ValueError("a line is not NAME TOKEN")
+    (token,) = rest
     if len(token) < 16:
         raise ValueError(f"the token of {name} is shorter than 16 characters")
     return name, sha256(token.encode()).digest()

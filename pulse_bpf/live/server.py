@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.flight as flight
 
-from pulse_bpf.errors import DataError, PulseError
+from pulse_bpf.errors import DataError, HostError, PulseError
 from pulse_bpf.live import wire
 from pulse_bpf.live.collector import Collector
 from pulse_bpf.live.security import AllowList, Client, Role, Tokens
@@ -23,12 +25,14 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     """Answers clients that are on the `allowed` list, known by their certificate, or by one of the `tokens`.
 
     `certificate` and `key` are the server's, `authority` that of clients' certificates (None with tokens), all PEM.
+    HostError when it cannot listen on `host` and `port` (0: any that is free), or another does.
     """
 
     def __init__(
         self,
         collector: Collector,
-        location: str,
+        host: str,
+        port: int,
         certificate: bytes,
         key: bytes,
         authority: bytes | None,
@@ -36,13 +40,19 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         tokens: Tokens | None,
     ) -> None:
         self._collector, self._allowed, self._tokens = collector, allowed, tokens
-        super().__init__(
-            location,
-            tls_certificates=[(certificate, key)],
-            verify_client=tokens is None,
-            root_certificates=authority,
-            middleware={"token": _TokenFactory(tokens, collector)} if tokens else {},
-        )
+        _check_free(host, port)
+        # What it writes to the terminal by itself, an admin cannot read.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        try:
+            super().__init__(
+                f"grpc+tls://[{host}]:{port}" if ":" in host else f"grpc+tls://{host}:{port}",
+                tls_certificates=[(certificate, key)],
+                verify_client=tokens is None,
+                root_certificates=authority,
+                middleware={"token": _TokenFactory(tokens, collector)} if tokens else {},
+            )
+        except pa.ArrowException as error:
+            raise _deaf(host, port, str(error)) from error
 
     def do_put(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Takes a step of an agent (path: step), or a file of raw samples (path: raw, finding, node, name)."""
@@ -107,6 +117,23 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
 
     def _refusing(self) -> _Refusing:
         return _Refusing(self._collector)
+
+
+def _check_free(host: str, port: int) -> None:
+    """HostError unless a program can listen there: gRPC would share the port, and each would get some of the agents."""
+    try:
+        family, kind, protocol, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # Connections of an earlier collector that are about to end do not matter.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(there)
+            probe.listen()
+    except OSError as error:
+        raise _deaf(host, port, error.strerror or str(error)) from error
+
+
+def _deaf(host: str, port: int, why: str) -> HostError:
+    return HostError(f"cannot listen on {host} port {port}", why, "Choose another address with --listen")
 
 
 class _Refusing:

@@ -33,6 +33,8 @@ CONNECT_S, ANSWER_S = 5.0, 10.0
 REPEAT_S, ALIVE_S = 60.0, 300.0
 
 _log = logging.getLogger(__name__)
+# It names whole addresses with each attempt.
+logging.getLogger("urllib3").setLevel(logging.ERROR)
 
 
 class Webhook:
@@ -53,12 +55,23 @@ class Webhook:
         still_open: Iterable[Event] = (),
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            usable = False
+        if not usable:
             raise UsageError(
                 f"{printable(url)} is no address of a webhook", "it begins with http:// or https://"
             )
+        if "@" in parts.netloc:
+            raise UsageError(
+                f"the address of the webhook at {printable(str(parts.hostname))} holds a user",
+                "which is not sent",
+                "Give a bearer token with --webhook-token-file",
+            )
         self._url = f"{url.rstrip('/')}/api/v2/alerts" if shape == "alertmanager" else url
+        self._receiver = printable(f"{parts.scheme}://{parts.hostname}")
         self._shape = shape
         self._metrics = metrics
         self._token_file = token_file
@@ -140,7 +153,9 @@ class Webhook:
                 raise HTTPError(f"it answers {status}")
         except (HTTPError, HostError) as error:
             self._metrics.webhook_failed.inc(0 if repeated else len(events))
-            _log.warning("pulse: a finding was not delivered to %s: %s", self._url, printable(str(error)))
+            # The address may hold a secret, and so what is said of each attempt: the last one's cause is enough.
+            why = printable(str(getattr(error, "reason", None) or error))
+            _log.warning("pulse: a finding was not delivered to %s: %s", self._receiver, why)
         else:
             self._metrics.webhook_delivered.inc(0 if repeated else len(events))
 
