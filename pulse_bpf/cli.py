@@ -46,16 +46,18 @@ _notices = Console(stderr=True)
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one verb and returns its exit status; a PulseError or Ctrl-C becomes one line on stderr."""
-    arguments = parser().parse_args(argv)
+    debug = False
     try:
+        arguments = parser().parse_args(argv)
+        debug = arguments.debug
         return int(arguments.func(arguments))
     except PulseError as error:
-        if arguments.debug:
+        if debug:
             raise
         _notices.print(f"pulse: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return error.exit_status
     except (KeyboardInterrupt, Exception) as error:
-        if not _interrupted(error) or (arguments.debug and not isinstance(error, KeyboardInterrupt)):
+        if not _interrupted(error) or (debug and not isinstance(error, KeyboardInterrupt)):
             raise
         _notices.print("pulse: interrupted", style="red", highlight=False)
         return PARTIAL

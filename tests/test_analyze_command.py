@@ -92,6 +92,17 @@ def test_ctrl_c_is_one_line_whatever_a_library_makes_of_it(
         cli.main(["--debug", "check"])
 
 
+def test_ctrl_c_is_one_line_also_while_the_command_line_is_read(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parser", interrupted)
+    assert cli.main(["check"]) == PARTIAL
+    assert capsys.readouterr().err == "pulse: interrupted\n"
+
+
 def test_a_damaged_part_makes_the_work_partial(healthy: Path) -> None:
     (healthy / "port_samples").mkdir()
     (healthy / "port_samples/000000.parquet").write_bytes(b"PAR1nonsense")
