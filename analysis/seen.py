@@ -24,7 +24,7 @@ MAX_LOST = 0.01
 
 # Operators of at least so many bytes show what a port can do; a job in which only one machine's ports came above this
 # share of their speed, nine times in ten, may be held up as a whole.
-LARGE_BYTES, NEAR_LINE = 2_000_000, 0.6
+LARGE_BYTES, NEAR_LINE = 16_000_000, 0.6
 
 # Columns of the operators that moved bytes that are looked at.
 NEEDED = (
@@ -224,7 +224,7 @@ def _far_from_line(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[str]:
     if len(best) < 2 or best[1] >= NEAR_LINE:
         return []
     return [
-        f"no port came near its speed ({best[1]:.0%} at most): all may wait for one machine, or for the hosts"
+        f"no port came near its speed ({best[1]:.0%} at most): channels may be few, or all wait for one machine"
     ]
 
 
