@@ -38,6 +38,8 @@ from pulse_bpf.store import RecordingWriter, explained, write_file
 LEAD_S = 2.0
 # A clock is set right only where it is certainly wrong by more than this: asking it is no better than NTP.
 CLOCKS_APART_NS = 5_000_000
+# A node that analyzes for the first time compiles for half a minute of a core, with what its training job leaves.
+COMPILES_S = 180.0
 # So long agents have to undo all.
 ENDS_WITHIN_S = 20.0
 REPORT = "report.html"
@@ -147,7 +149,7 @@ def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board) -> Judg
     flows = _flows(plan.output, start_ns)
     for node in sessions.live:
         sessions.hand(node, "operators", _parquet(flows.filter(pl.col("node") == node.host)))
-    sessions.wait("operators", "cutting operators", plan.seconds + patience_s)
+    sessions.wait("operators", "cutting operators", COMPILES_S + plan.seconds + patience_s)
     whole = _some(sessions)
     kept = flows.filter(pl.col("node").is_in([node.host for node in whole]))
     write_file(plan.output / "flows.parquet", kept.write_parquet)
