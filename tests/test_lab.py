@@ -13,6 +13,7 @@ import polars as pl
 import pytest
 
 from pulse_bpf.analysis import analyze
+from pulse_bpf.analysis.seen import MAX_INCOMPLETE
 from pulse_bpf.errors import OK
 
 pytestmark = [pytest.mark.rxe, pytest.mark.timeout(900)]
@@ -155,7 +156,9 @@ def test_the_job_misses_no_step_while_pulse_comes_and_goes(runs: dict[str, Run],
 
 def test_a_healthy_job_is_called_healthy(runs: dict[str, Run]) -> None:
     findings = analyze([runs["healthy"].directory / "recording"])
-    assert findings.verdict == "healthy"
+    assert findings.findings == []
+    # Where the virtual machine was so slow that part of the traffic was not caught, nothing is claimed.
+    assert findings.verdict == "healthy" or findings.coverage["incomplete_share"] > MAX_INCOMPLETE
 
 
 def test_a_slow_nic_is_named(runs: dict[str, Run]) -> None:
