@@ -41,9 +41,9 @@ from pulse_bpf import analysis
 from pulse_bpf.lab.sim.scenarios import SCENARIOS
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.live import wire
-from pulse_bpf.live.agent import resident_bytes
 from pulse_bpf.live.client import FlightLink
 from pulse_bpf.live.cutting import STEP_NS
+from pulse_bpf.live.memory import resident_bytes
 
 sys.path.insert(0, str(Path(__file__).parent / "analysis"))
 from live_replay import MOMENTS, Replay

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 
+import numba
 import polars as pl
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.live import agent, wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.jobs import MEMBERS, members
+from pulse_bpf.live.memory import give_back
 from pulse_bpf.live.recorder import FlightRecorder
 from pulse_bpf.live.security import LinkError
 from pulse_bpf.live.spool import Spool
@@ -270,3 +272,24 @@ def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_p
         "the collector works again; batches that wait: 6",
         "cannot talk to the collector: refused",
     ]
+
+
+def test_the_code_of_compilers_is_given_back_and_still_runs() -> None:
+    before, later = numba.njit(lambda: 1), numba.njit(lambda: 2)
+    assert before() == 1
+    resident = compilers_kb()
+    give_back()
+    assert compilers_kb() < resident / 2
+    assert later() == 2
+
+
+def compilers_kb() -> int:
+    """How much code of compilers this process has in memory."""
+    named, sizes = False, [0]
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            named = words[1] == "r-xp" and "libllvmlite" in words[-1]
+        elif named and words[0] == "Rss:":
+            sizes.append(int(words[1]))
+    return sum(sizes)

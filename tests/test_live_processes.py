@@ -16,8 +16,8 @@ from live_site import NOW_NS, Site, calling_nccl, known, step, wait_for, waiting
 
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.live import wire
-from pulse_bpf.live.agent import resident_bytes
 from pulse_bpf.live.client import TIMEOUT_S
+from pulse_bpf.live.memory import resident_bytes
 
 
 def test_a_collector_that_is_killed_stores_each_batch_once(tmp_path: Path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import polars as pl
@@ -16,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from pulse_bpf.errors import PulseError
 from pulse_bpf.live import wire
 from pulse_bpf.live.cutting import Cutting
+from pulse_bpf.live.memory import resident_bytes
 from pulse_bpf.live.metrics import AgentMetrics
 from pulse_bpf.live.recorder import FlightRecorder
 from pulse_bpf.live.spool import Spool
@@ -250,8 +249,3 @@ class Agent:
         if trouble not in told and len(told) < MOST_REASONS:
             told.add(trouble)
             self._tell(trouble)
-
-
-def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
-    """The memory that this process holds now."""
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -17,6 +17,7 @@ from pulse_bpf.live.agent import Agent
 from pulse_bpf.live.collector import Collector
 from pulse_bpf.live.findings_log import Event
 from pulse_bpf.live.judges import Judge
+from pulse_bpf.live.memory import give_back
 from pulse_bpf.live.server import Server
 from pulse_bpf.live.status import LATE_NS
 from pulse_bpf.session import Recording, stop_on_signals
@@ -24,6 +25,8 @@ from pulse_bpf.sources import Wanted
 
 # How often an agent looks whether there is a step to cut or to send.
 LOOK_S = 0.05
+# How often it gives back what compiling needed: each new kind of library is compiled for.
+GIVE_BACK_S = 10.0
 # How long a batch waits at most until it is on the collector's disk, and how often jobs are looked at.
 COMMIT_S, JUDGE_S = 0.25, 0.1
 # How often it is looked at who is missing, which jobs are over, and how late verdicts are.
@@ -75,8 +78,8 @@ def run_agent(hosts: Sequence[Host], wanted: Wanted, agent: Agent, console: Cons
     with stop_on_signals() as stop, ExitStack() as cleanup:
         recording = Recording(hosts, wanted, True, False, agent, cleanup)
         privileges.drop()
-        for work in (agent.measure, agent.send):
-            cleanup.callback(Worker(work, LOOK_S, tell).stop)
+        for work, period_s in ((agent.measure, LOOK_S), (agent.send, LOOK_S), (give_back, GIVE_BACK_S)):
+            cleanup.callback(Worker(work, period_s, tell).stop)
         recording.run(None, stop, console)
     return recording.outcome.exit_status
 
