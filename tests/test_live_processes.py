@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -32,9 +32,11 @@ NOW_NS = 1_800_000_000_000_000_000
 
 
 class Site:
-    """Certificates of a collector and one agent, as files, and a port that was free."""
+    """Certificates of a collector, an agent and `others`, as files, and a port that was free."""
 
-    def __init__(self, root: Path, node: str) -> None:
+    def __init__(
+        self, root: Path, node: str, *others: str, collector: Sequence[str] = ("localhost",)
+    ) -> None:
         self.root, self.node = root, node
         self.authority = trustme.CA()
         self.state = root / "collector"
@@ -43,8 +45,8 @@ class Site:
             self.port = free.getsockname()[1]
         (root / "ca.pem").write_bytes(self.authority.cert_pem.bytes())
         (root / "allow").write_text(f"{node} agent\n")
-        for name in ("localhost", node):
-            certificate = self.authority.issue_cert(name)
+        for name, *more in (collector, (node,), *((other,) for other in others)):
+            certificate = self.authority.issue_cert(name, *more)
             (root / f"{name}.pem").write_bytes(pem(certificate))
             (root / f"{name}.key").write_bytes(certificate.private_key_pem.bytes())
 
@@ -73,8 +75,9 @@ class Site:
             finally:
                 process.kill()
 
-    def link(self) -> FlightLink:
-        files = (self.root / name for name in ("ca.pem", f"{self.node}.pem", f"{self.node}.key"))
+    def link(self, name: str | None = None) -> FlightLink:
+        name = name or self.node
+        files = (self.root / file for file in ("ca.pem", f"{name}.pem", f"{name}.key"))
         return FlightLink("localhost", self.port, *(path.read_bytes() for path in files))
 
 
