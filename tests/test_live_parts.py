@@ -21,6 +21,7 @@ from pulse_bpf.live import agent, wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.jobs import MEMBERS, members
 from pulse_bpf.live.recorder import FlightRecorder
+from pulse_bpf.live.security import LinkError
 from pulse_bpf.live.spool import Spool
 from pulse_bpf.live.storage import STORED, Store, safe
 from pulse_bpf.live.view import View
@@ -235,3 +236,37 @@ def test_beyond_its_budget_an_agent_makes_bins_wider_and_says_so(
     held = 10**8
     steps(4, 3)
     assert said[1:] == ["within its budget again; bins are 1 times as wide as recorded"]
+
+
+def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_path: Path) -> None:
+    said: list[str] = []
+    away: list[str] = []
+
+    class Link:
+        def send(self, content: bytes, oldest: int, sent_ns: int) -> dict[str, object]:
+            if away:
+                raise LinkError("cannot talk to the collector", away[0])
+            return {"acked": {}, "again": False, "state": False, "peers": -1, "raw": []}
+
+    one = Agent(
+        Link(),  # type: ignore[arg-type]
+        Spool(tmp_path / "spool", 10**6, 10**6),
+        FlightRecorder(tmp_path / "raw", 3.0, 10**6),
+        AMPLE,
+        lambda: 0,
+        CollectorRegistry(),
+        said.append,
+    )
+    one.replace("nodes", frame(NODES, node=["a"]))
+    for second, why in enumerate((None, "refused", "refused", "hung up", "refused", None, None, "refused")):
+        away[:] = [why] if why else []
+        seen = frame(COVERAGE, node=["a"], first_ns=[0], last_ns=[(second + 1) * S], lost=[0])
+        one.replace("coverage", seen)
+        assert one.measure()
+        assert one.send() is not bool(away)
+    assert said == [
+        "cannot talk to the collector: refused",
+        "cannot talk to the collector: hung up",
+        "the collector works again; batches that wait: 6",
+        "cannot talk to the collector: refused",
+    ]

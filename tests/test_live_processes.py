@@ -13,6 +13,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
 import trustme
 from live import compiled, real_nccl, running
@@ -23,7 +25,7 @@ from pulse_bpf.elf import Elf
 from pulse_bpf.errors import PulseError
 from pulse_bpf.live import wire
 from pulse_bpf.live.agent import resident_bytes
-from pulse_bpf.live.client import FlightLink
+from pulse_bpf.live.client import TIMEOUT_S, FlightLink
 from pulse_bpf.probes.identity import ACCESSORS, rank_offset
 from pulse_bpf.schema import NODES
 
@@ -126,6 +128,25 @@ def test_a_collector_that_is_killed_stores_each_batch_once(tmp_path: Path) -> No
     rows = pl.concat([pl.read_parquet(part) for part in site.state.glob("jobs/*/*/*.parquet")])
     assert rows["op_seq"].sort().to_list() == list(range(sent + 1))
     assert rows.select(OPERATORS.names()).height == sent + 1
+
+
+def test_a_collector_ends_though_a_client_stands_still_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    site = Site(tmp_path, "node0")
+    with site.collecting() as process:
+        link = site.link()
+        link.send(step("node0", 0), 0, NOW_NS)
+        writer, _ = link._client.do_put(
+            flight.FlightDescriptor.for_path("step"), wire.unpacked(step("node0", 1)).schema, link._options
+        )
+        began = time.monotonic()
+        process.terminate()
+        assert process.wait(60) == 0
+        # It would be told after TIMEOUT_S at the earliest.
+        assert time.monotonic() - began < TIMEOUT_S
+        with pytest.raises(pa.ArrowException):
+            writer.close()
+    parts = [pl.read_parquet(part) for part in site.state.glob("jobs/*/*/*.parquet")]
+    assert pl.concat(parts)["op_seq"].to_list() == [0]
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from pulse_bpf.live.server import RAW, RAW_PIECE_BYTES
 from pulse_bpf.live.status import Json
 
 TIMEOUT_S = 10.0
+# How gRPC tells of a server that refuses a certificate: TLS 1.3 says so only after the client is done.
+_HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
 
 
 class FlightLink:
@@ -120,4 +122,7 @@ class FlightLink:
 def _without_grpc(text: str) -> str:
     """The first line of an error, without what only gRPC's developers read."""
     line = text.partition("\n")[0].partition(". gRPC client debug context")[0]
-    return line.rpartition("with message: ")[2].rpartition("last error: ")[2]
+    line = line.rpartition("with message: ")[2].rpartition("last error: ")[2]
+    if any(each in line for each in _HUNG_UP):
+        return f"{line.strip()}, as where it is shown no certificate, or one that is expired or signed by another"
+    return line

@@ -22,6 +22,9 @@ WINDOW_NS = 4_000_000_000
 YOUNG_NS = 1_000_000_000
 _PROCESS = ["node", "pid"]
 
+# The judgement on a case, and the nodes of which operators were seen.
+Verdict = tuple[Judgement, frozenset[str]]
+
 
 @dataclass(frozen=True)
 class Case:
@@ -45,8 +48,8 @@ def shift_ns(view: View, skew_ns: int) -> int:
     return apart if abs(apart) > SKEWED_NS else 0
 
 
-def judge(case: Case, window_ns: int = WINDOW_NS) -> tuple[Judgement, frozenset[str]]:
-    """The judgement on a case, and the nodes of which it saw operators; "undecided" where there is nothing to judge."""
+def judge(case: Case, window_ns: int = WINDOW_NS) -> Verdict:
+    """The verdict on a case; "undecided" where there is nothing to judge."""
     since_ns = max(
         case.until_ns - window_ns,
         *(view.since_ns + shift_ns(view, case.skew_ns) for view in case.views),
@@ -67,6 +70,12 @@ def judge(case: Case, window_ns: int = WINDOW_NS) -> tuple[Judgement, frozenset[
     nodes = case.members["node"].n_unique()
     present = 1 - len(case.absent) / max(1, nodes)
     return judged(found, operators, present, MIN_CONFIDENCE), seen
+
+
+def failed(error: Exception) -> Verdict:
+    """The verdict on a case that the analysis could not take."""
+    text = f"the analysis failed: {type(error).__name__}: {error}"
+    return Judgement(missing=[text]), frozenset()
 
 
 def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:

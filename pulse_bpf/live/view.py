@@ -14,6 +14,8 @@ from pulse_bpf.live.wire import SCHEMAS, STATE, Step
 
 # A clock that is further from the others' than this is taken to be set wrong, and its times are moved.
 SKEWED_NS = 1_000_000_000
+# An agent that said nothing for so long is missing.
+MISSING_NS = 5_000_000_000
 _LOSS = ["node", "source", "nic", "port", "direction", "pid"]
 
 
@@ -88,6 +90,11 @@ class View:
         # Operators that began in the window may be final seconds after it.
         while self.held and self.held[0].until_ns < step.until_ns - window_ns:
             self.held.popleft()
+
+    def since(self, first_ns: int) -> View:
+        """A copy with what was said after `first_ns`: nothing that was called from then on is missing in it."""
+        held = deque(each for each in self.held if each.until_ns > first_ns)
+        return View(**{**vars(self), "held": held, "state": dict(self.state)})
 
     def rows(self, table: str) -> pl.DataFrame:
         """All rows held of a table that grows; of the operators also those that are open."""
