@@ -87,11 +87,11 @@ class Guest:
         self._thread.join(120)
 
 
-def wait(until: Callable[[], object], seconds: float) -> float:
+def wait(until: Callable[[], object], seconds: float, state: Callable[[], object] = str) -> float:
     """Returns after how many seconds `until` was true."""
     began = time.monotonic()
     while not until():
-        assert time.monotonic() < began + seconds
+        assert time.monotonic() < began + seconds, state()
         time.sleep(0.2)
     return time.monotonic() - began
 
@@ -105,22 +105,22 @@ def test_a_fault_on_soft_roce_is_named_while_it_lasts(tmp_path: Path) -> None:
     def events() -> list[dict[str, Any]]:
         return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
 
-    def verdicts() -> set[str]:
-        return {job["verdict"] for job in json.loads(viewer.status())["jobs"]}
+    def said() -> list[tuple[str, str]]:
+        return [(job["verdict"], str(job["missing"])) for job in json.loads(viewer.status())["jobs"]]
 
     with site.collecting():
         viewer = site.link("admin")
         guest = Guest(site, tmp_path)
         try:
-            wait(lambda: verdicts() == {"healthy"}, 900)
+            wait(lambda: said() == [("healthy", "[]")], 900, said)
             time.sleep(20)
             assert events() == []
             guest.fault(f"slow-nic --host {FAULTY}")
-            opened_s = wait(events, 120)
+            opened_s = wait(events, 120, said)
             finding = events()[0]["finding"]
             assert hosts[FAULTY - 1] in (finding["node"], finding.get("peer_node"))
             guest.fault(f"slow-nic --host {FAULTY} --clear")
-            closed_s = wait(lambda: events()[-1]["state"] == "closed", 240)
+            closed_s = wait(lambda: events()[-1]["state"] == "closed", 240, said)
         finally:
             guest.end()
     assert len({event["id"] for event in events()}) == 1

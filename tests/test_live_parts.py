@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import polars as pl
@@ -210,10 +211,24 @@ def test_many_operators_are_held_no_longer_than_they_are_judged() -> None:
     assert view.rows("operators").height == 4999 // 1000 * 1000
 
 
-def test_each_operator_is_cut_once_and_as_from_the_whole_recording(tmp_path: Path) -> None:
+def _seldom(measure: Callable[[], bool], late: int) -> Callable[[], bool]:
+    numbers = count()
+
+    def now_and_then() -> bool:
+        number = next(numbers)
+        return (number < 4 or number % late == 0) and measure()
+
+    return now_and_then
+
+
+@pytest.mark.parametrize("late", [1, 5])
+def test_each_operator_is_cut_once_and_as_from_the_whole_recording(late: int, tmp_path: Path) -> None:
+    """Also by an agent that comes to it `late` times as seldom as it should, without a CPU to spare."""
     directory = tmp_path / "recording"
-    simulate("healthy", directory, seed=3, nodes=2, gpus=2, seconds=5.0, bin_us=200)
+    simulate("healthy", directory, seed=3, nodes=2, gpus=2, seconds=7.0, bin_us=200)
     replay = Replay(directory, tmp_path)
+    for player in replay.players.values():
+        player.agent.measure = _seldom(player.agent.measure, late)  # type: ignore[method-assign]
     replay.run()
     live = pl.concat([pl.read_parquet(part) for part in (tmp_path / "collector/jobs").glob("*/*/*.parquet")])
     key = ["node", "pid", "comm_id", "op_seq", "level", "direction", "nic", "peer_rank"]
@@ -221,6 +236,9 @@ def test_each_operator_is_cut_once_and_as_from_the_whole_recording(tmp_path: Pat
     whole, _ = analysis.measure(load([directory]))
     both = live.join(whole, on=key, nulls_equal=True, suffix="_whole")
     assert both.height == live.height > 500
+    assert live.filter(pl.col("op_seq").is_not_null()).unique(key[:4]).height == (
+        live.group_by(key[:3]).agg(pl.col("op_seq").max() + 1)["op_seq"].sum()
+    )
     for name in ("program_pos", "call_ns", "start_ns", "end_ns", "bytes", "expected_bytes"):
         assert both.filter(pl.col(name).ne_missing(pl.col(f"{name}_whole"))).height == 0, name
 
