@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_live_processes import Site
+from live_site import PULSE, Site
 
 from pulse_bpf.lab import CACHE, datapath, nccl, vm
 from pulse_bpf.lab.sim.simulate import simulate
@@ -23,7 +23,6 @@ pytestmark = [pytest.mark.rxe, pytest.mark.long, pytest.mark.timeout(2400)]
 
 HOSTS, FAULTY = 4, 3
 NAME = "collector.test"
-PULSE = [sys.executable, "-m", "pulse_bpf"]
 
 
 class Guest:

@@ -35,6 +35,7 @@ MOST_NODES, BEFORE_NS, MOST_RAW_BYTES = 8, 5_000_000_000, 1024 * 1024 * 1024
 MOST_SPOOLS = 64
 NO_JOB = "none"
 Judge = Callable[[judging.Case], judging.Verdict]
+_NO_ROWS = pl.DataFrame(schema=STORED)
 _RAW = re.compile(r"manifest\.json|([a-z_]+)(/[0-9]{6})?\.parquet")
 
 
@@ -125,7 +126,7 @@ class Collector:
             }
         if not pending:
             return
-        frames = [pl.DataFrame(schema=STORED)]
+        frames = [_NO_ROWS]
         for agent, step in pending:
             if "operators" in step.tables:
                 final = step.tables["operators"].filter("final")
@@ -268,7 +269,7 @@ class Collector:
 
         def all_of(table: str) -> pl.DataFrame:
             frames = [view.state[table] for view in self._views.values() if table in view.state]
-            return pl.concat([pl.DataFrame(schema=wire.SCHEMAS[table]), *frames])
+            return pl.concat([wire.NONE[table], *frames])
 
         self._members = jobs.members(all_of("comms"), all_of("processes"), self._members)
         for (name,), rows in self._members.group_by("job"):
@@ -349,7 +350,7 @@ class Collector:
                 views = _distinct(at, job.nodes)
                 gone = pl.concat(
                     [
-                        pl.DataFrame(schema=TABLES["processes"]),
+                        wire.NONE["processes"],
                         *(view.state["processes"] for view in views if view.knows_state),
                     ]
                 ).join(job.members.select("node", "pid").unique(), on=["node", "pid"], how="semi")

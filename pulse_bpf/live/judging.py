@@ -15,7 +15,7 @@ from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.seen import MIN_OPERATORS
 from pulse_bpf.live.status import Judgement, judged
 from pulse_bpf.live.view import SKEWED_NS, View
-from pulse_bpf.live.wire import SCHEMAS
+from pulse_bpf.live.wire import NONE, SCHEMAS
 from pulse_bpf.schema import TABLES, empty
 
 # So much of the past is judged at once, twice as much and so on where that holds too few operators for a verdict;
@@ -88,11 +88,7 @@ def failed(error: Exception) -> Verdict:
 def _tables(case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
     """What all agents said of the job from a moment on."""
     parts = [_of_agent(view, case, since_ns) for view in case.views]
-    schemas = {"operators": OPERATORS} | {name: SCHEMAS[name] for name in SCHEMAS if name != "operators"}
-    return {
-        name: pl.concat([pl.DataFrame(schema=schema), *(part[name] for part in parts)])
-        for name, schema in schemas.items()
-    }
+    return {name: pl.concat([part[name] for part in parts]) for name in SCHEMAS}
 
 
 def _of_agent(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
@@ -106,8 +102,8 @@ def _of_agent(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
     # Calls of communicators of one rank, and bytes that belong to nobody, are part of what the node does.
     others = pl.col("comm_id").is_null() | pl.col("nranks").fill_null(0).le(1)
     begun = pl.coalesce("call_ns", "start_ns")
-    rows = view.rows("operators").filter(here & (of_job | others), begun < last_ns)
-    rows = rows.filter(pl.coalesce("call_ns", "last_byte_ns") >= first_ns)
+    ended = pl.coalesce("call_ns", "last_byte_ns")
+    rows = view.rows("operators").filter(here & (of_job | others), begun < last_ns, ended >= first_ns)
     # Other agents may not have come so far yet.
     rows = rows.with_columns(end_ns=pl.when(pl.col("end_ns") <= last_ns).then("end_ns"))
     clipped = (
@@ -118,7 +114,7 @@ def _of_agent(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
         )
     )
     within = pl.col("t_ns").is_between(first_ns, last_ns)
-    state = {table: view.state.get(table, pl.DataFrame(schema=SCHEMAS[table])) for table in SCHEMAS}
+    state = {table: view.state.get(table, NONE[table]) for table in SCHEMAS}
     tables = {
         "operators": rows.select(OPERATORS.names()),
         "flows": state["flows"].filter(here & (of_job | pl.col("comm_id").is_null())),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import polars as pl
 
-from pulse_bpf.live.wire import SCHEMAS
+from pulse_bpf.live.wire import NONE
 
 State = Mapping[str, pl.DataFrame]
 
@@ -33,4 +33,4 @@ def peers(mine: State, others: Collection[State]) -> dict[str, pl.DataFrame]:
 
 def _of(table: str, states: Collection[State]) -> pl.DataFrame:
     frames = [state[table] for state in states if table in state]
-    return pl.concat([pl.DataFrame(schema=SCHEMAS[table]), *frames])
+    return pl.concat([NONE[table], *frames])

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import polars as pl
 
 from pulse_bpf.live.cutting import WINDOW_NS as CUT_NS
-from pulse_bpf.live.wire import SCHEMAS, STATE, Step
+from pulse_bpf.live.wire import NONE, STATE, Step
 
 # A clock that is further from the others' than this is taken to be set wrong, and its times are moved.
 SKEWED_NS = 1_000_000_000
@@ -50,7 +50,7 @@ class View:
     until_ns: int = 0
     lost: int = 0
     state: dict[str, pl.DataFrame] = field(default_factory=dict)
-    open: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SCHEMAS["operators"]))
+    open: pl.DataFrame = field(default_factory=lambda: NONE["operators"])
     held: deque[Held] = field(default_factory=deque)
 
     @property
@@ -115,13 +115,13 @@ class View:
         frames = [held.tables[table] for held in self.held if table in held.tables]
         if table == "operators":
             frames.append(self.open)
-        return pl.concat([pl.DataFrame(schema=SCHEMAS[table]), *frames])
+        return pl.concat([NONE[table], *frames])
 
     def coverage(self) -> pl.DataFrame:
         """The latest coverage, with what was lost since the first step that is held."""
         said = [held.tables["coverage"] for held in self.held if "coverage" in held.tables]
         if not said:
-            return pl.DataFrame(schema=SCHEMAS["coverage"])
+            return NONE["coverage"]
         before = said[0].select(*_LOSS, pl.col("lost").alias("before")).unique(_LOSS)
         latest = said[-1].join(before, on=_LOSS, how="left", nulls_equal=True, maintain_order="left")
         newly = pl.col("lost") - pl.min_horizontal("lost", pl.col("before").fill_null(0))
