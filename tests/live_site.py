@@ -79,9 +79,10 @@ class Site:
             finally:
                 process.kill()
 
-    def link(self, port: int | None = None) -> FlightLink:
-        """The agent's way to the collector, or to another `port` of this machine."""
-        files = (self.root / name for name in ("ca.pem", f"{self.node}.pem", f"{self.node}.key"))
+    def link(self, port: int | None = None, name: str | None = None) -> FlightLink:
+        """The way of the agent, or of another `name`, to the collector, or to another `port` of this machine."""
+        name = name or self.node
+        files = (self.root / file for file in ("ca.pem", f"{name}.pem", f"{name}.key"))
         return FlightLink("localhost", port or self.port, *(path.read_bytes() for path in files))
 
 

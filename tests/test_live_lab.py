@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -108,7 +107,7 @@ def test_a_fault_on_soft_roce_is_named_while_it_lasts(tmp_path: Path) -> None:
         return [(job["verdict"], str(job["missing"])) for job in json.loads(viewer.status())["jobs"]]
 
     with site.collecting():
-        viewer = site.link("admin")
+        viewer = site.link(name="admin")
         guest = Guest(site, tmp_path)
         try:
             wait(lambda: said() == [("healthy", "[]")], 900, said)
