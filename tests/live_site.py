@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,9 +28,11 @@ NOW_NS = 1_800_000_000_000_000_000
 
 
 class Site:
-    """Certificates of a collector and one agent, as files, and a port that was free."""
+    """Certificates of a collector, an agent and `others`, as files, and a port that was free."""
 
-    def __init__(self, root: Path, node: str) -> None:
+    def __init__(
+        self, root: Path, node: str, *others: str, collector: Sequence[str] = ("localhost",)
+    ) -> None:
         self.root, self.node = root, node
         self.authority = trustme.CA()
         self.state = root / "collector"
@@ -39,8 +41,8 @@ class Site:
             self.port = free.getsockname()[1]
         (root / "ca.pem").write_bytes(self.authority.cert_pem.bytes())
         (root / "allow").write_text(f"{node} agent\n")
-        for name in ("localhost", node):
-            certificate = self.authority.issue_cert(name)
+        for name, *more in (collector, (node,), *((other,) for other in others)):
+            certificate = self.authority.issue_cert(name, *more)
             (root / f"{name}.pem").write_bytes(pem(certificate))
             (root / f"{name}.key").write_bytes(certificate.private_key_pem.bytes())
 
@@ -77,9 +79,10 @@ class Site:
             finally:
                 process.kill()
 
-    def link(self, port: int | None = None) -> FlightLink:
-        """The agent's way to the collector, or to another `port` of this machine."""
-        files = (self.root / name for name in ("ca.pem", f"{self.node}.pem", f"{self.node}.key"))
+    def link(self, port: int | None = None, name: str | None = None) -> FlightLink:
+        """The way of the agent, or of another `name`, to the collector, or to another `port` of this machine."""
+        name = name or self.node
+        files = (self.root / file for file in ("ca.pem", f"{name}.pem", f"{name}.key"))
         return FlightLink("localhost", port or self.port, *(path.read_bytes() for path in files))
 
 

@@ -27,8 +27,9 @@ from pulse_bpf.schema import TABLES
 BEHIND_NS = 2_000_000_000
 # A job of which nothing was heard for so long is over.
 OVER_NS = 600_000_000_000
-# Operators stay in memory for longer than they are judged: agents are not all equally far.
-HELD_NS = judging.WINDOW_NS + 2 * BEHIND_NS
+# Operators stay in memory for longer than they are judged: agents are not all equally far. Where they are few they may
+# have to be judged with those before them.
+HELD_NS, SPARSE_NS = judging.WINDOW_NS + 2 * BEHIND_NS, judging.LONGEST_NS + 2 * BEHIND_NS
 # Raw samples are asked for of so many nodes, from so long before a finding, and no more than so much of one node.
 MOST_NODES, BEFORE_NS, MOST_RAW_BYTES = 8, 5_000_000_000, 1024 * 1024 * 1024
 MOST_SPOOLS = 64
@@ -102,7 +103,7 @@ class Collector:
                 self._pending.append((agent, step))
             if not again:
                 before = dict(view.state)
-                view.take(step, sent_ns, self.now_ns(), HELD_NS)
+                view.take(step, sent_ns, self.now_ns(), HELD_NS, SPARSE_NS)
                 changed = {table for table, frame in view.state.items() if before.get(table) is not frame}
                 self._version += not changed.isdisjoint(PEERS)
                 self._jobs_known &= changed.isdisjoint(("comms", "processes"))
@@ -319,10 +320,9 @@ class Collector:
                 return None
             job.heard_ns = now_ns
             absent = nodes - {node for view in there for node in view.nodes}
-            copies = [
-                view.since(until_ns - judging.WINDOW_NS - judging.shift_ns(view, skew_ns)) for view in there
-            ]
-            return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent))
+            longest_ns = judging.LONGEST_NS if all(view.sparse for view in there) else judging.WINDOW_NS
+            copies = [view.since(until_ns - longest_ns - judging.shift_ns(view, skew_ns)) for view in there]
+            return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent), longest_ns)
 
     def _ask(self, event: Event, case: judging.Case) -> None:
         """Asks agents for their raw samples around a finding that has just opened."""

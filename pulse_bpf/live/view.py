@@ -16,6 +16,8 @@ from pulse_bpf.live.wire import NONE, STATE, Step
 SKEWED_NS = 1_000_000_000
 # An agent that said nothing for so long is missing.
 MISSING_NS = 5_000_000_000
+# Operators of an agent are few below so many rows.
+SPARSE_ROWS = 5000
 _LOSS = ["node", "source", "nic", "port", "direction", "pid"]
 
 
@@ -24,6 +26,10 @@ class Held(NamedTuple):
 
     until_ns: int
     tables: Mapping[str, pl.DataFrame]
+
+    @property
+    def rows(self) -> int:
+        return self.tables["operators"].height
 
 
 @dataclass
@@ -52,8 +58,16 @@ class View:
         """Whether all that says how things are was heard, without which the rest means nothing."""
         return all(table in self.state for table in ("nodes", "nics", "processes", "comms", "qps"))
 
-    def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int) -> None:
-        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left is old."""
+    @property
+    def sparse(self) -> bool:
+        """Whether the operators held are few."""
+        return sum(held.rows for held in self.held) < SPARSE_ROWS
+
+    def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int, sparse_ns: int) -> None:
+        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left is old.
+
+        What is older than `window_ns` is kept while operators are few, what is older than `sparse_ns` is not.
+        """
         skew_ns = now_ns - sent_ns
         jumped = self.spool == step.spool and abs(skew_ns - self.skew_ns) > SKEWED_NS
         self.seen_ns, self.skew_ns = now_ns, skew_ns
@@ -88,7 +102,7 @@ class View:
             )
             self.lost = int(kept["coverage"]["lost"].sum()) if "coverage" in kept else self.lost
         # Operators that began in the window may be final seconds after it.
-        while self.held and self.held[0].until_ns < step.until_ns - window_ns:
+        while self.held and self.held[0].until_ns < step.until_ns - (sparse_ns if self.sparse else window_ns):
             self.held.popleft()
 
     def since(self, first_ns: int) -> View:
