@@ -179,6 +179,24 @@ def test_a_collector_whose_disk_is_full_confirms_nothing_until_there_is_room(tmp
         assert stored(disk)["op_seq"].sort().to_list() == [0, 1, 2, 3, 4]
 
 
+def test_a_killed_collector_leaves_no_process_that_judges(tmp_path: Path) -> None:
+    with Site(tmp_path, "node0").collecting() as process:
+        wait_for(lambda: children(process.pid), process)
+        judging = children(process.pid)
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in judging):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process started."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for text in lists for child in text.split()]
+
+
 @pytest.mark.bcc
 def test_an_agent_whose_disk_is_full_goes_on_from_memory(tmp_path: Path) -> None:
     site, state = Site(tmp_path, "node0"), tmp_path / "agent"
