@@ -322,6 +322,17 @@ def test_nothing_is_left_after_ctrl_c_while_pulse_is_sent(tmp_path: Path, job: P
         assert nodes.left() == []
 
 
+def test_where_nothing_began_the_same_command_can_be_given_again(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with cluster(tmp_path, []) as nodes:
+        nodes.add_down("node0")
+        for _ in range(2):
+            done = subprocess.run(command(nodes, output, "-w", "node0"), capture_output=True, text=True)
+            assert done.returncode == NO_DATA
+            assert "node0: it cannot be reached" in done.stderr
+    assert not list(output.iterdir())
+
+
 def test_a_node_without_privilege_is_named_with_what_it_lacks(tmp_path: Path) -> None:
     with cluster(tmp_path, ["node0"], {"node0": without_privilege(tmp_path)}) as nodes:
         arguments = command(nodes, tmp_path / "out", "-w", "node0")

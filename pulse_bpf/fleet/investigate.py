@@ -125,7 +125,9 @@ def investigate(plan: Plan, console: Console, as_json: bool) -> int:
         except BaseException:
             board.say("ending what was begun on the nodes")
             _part(sessions, board)
-            audit.store()
+            # Where nothing began, what is mended can be tried again with the same command.
+            if any(node.begun for node in sessions.nodes.values()):
+                audit.store()
             raise
         finally:
             connections.close()
