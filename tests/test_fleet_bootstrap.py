@@ -174,6 +174,16 @@ def test_a_directory_that_others_can_change_is_refused(tmp_path: Path) -> None:
         assert "anybody may move" in answer(process)
 
 
+@pytest.mark.root
+def test_a_file_system_without_programs_is_refused(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "noexec,size=1m", "tmpfs", tmp_path], check=True)
+    try:
+        with taking(order(b"", tmp_path)) as process:
+            assert "is mounted noexec" in answer(process)
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
 def test_an_agent_that_does_not_start_says_why(tmp_path: Path) -> None:
     data = archive(__main__="raise SystemExit('libc is too old')")
     with taking(order(data, tmp_path)) as process:

@@ -50,6 +50,7 @@ def main() -> int:
         order = json.loads(sys.stdin.buffer.readline().decode())
         under = order["under"] or tempfile.gettempdir()
         check_python(order)
+        check_place(under)
         remove_left(under)
         check_room(under, order["bytes"] + order["unpacked_bytes"])
         directory, lock = make(under)
@@ -81,6 +82,15 @@ def check_python(order: dict) -> None:  # type: ignore[type-arg]
             raise ValueError(f"its python3 has no {module}: install {package} there")
 
 
+def check_place(under: str) -> None:
+    """ValueError where programs may not be, or where others could exchange them."""
+    if os.statvfs(under).f_flag & os.ST_NOEXEC:
+        raise ValueError(f"{under} is mounted noexec: say with --bootstrap DIR where programs may be")
+    mode = os.stat(under).st_mode
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        raise ValueError(f"anybody may move what is in {under}: say with --bootstrap DIR where nobody may")
+
+
 def remove_left(under: str) -> None:
     """Removes directories of this user's runs that were killed: nobody holds a lock on them any more."""
     for name in os.listdir(under):
@@ -102,7 +112,7 @@ def remove_left(under: str) -> None:
 
 
 def check_room(under: str, bytes_: int) -> None:
-    """ValueError where so much does not fit, where programs may not be, or where others could exchange them."""
+    """ValueError where so much does not fit."""
     found = os.statvfs(under)
     needed_mb, free_mb = (bytes_ + SPARE_BYTES) / 1e6, found.f_bavail * found.f_frsize / 1e6
     if free_mb < needed_mb:
@@ -110,11 +120,6 @@ def check_room(under: str, bytes_: int) -> None:
             f"{needed_mb:.0f} MB are needed in {under}, and {free_mb:.0f} are free: "
             "say with --bootstrap DIR where there is room"
         )
-    if found.f_flag & os.ST_NOEXEC:
-        raise ValueError(f"{under} is mounted noexec: say with --bootstrap DIR where programs may be")
-    mode = os.stat(under).st_mode
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-        raise ValueError(f"anybody may move what is in {under}: say with --bootstrap DIR where nobody may")
 
 
 def make(under: str) -> "tuple[str, int]":
