@@ -6,6 +6,7 @@ import io
 import json
 import queue
 import resource
+import signal
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pulse_bpf import __version__
 from pulse_bpf.errors import DataError, HostError
 from pulse_bpf.fleet import wire
 from pulse_bpf.fleet.bootstrap import PIECE_BYTES, Archive
+from pulse_bpf.fleet.investigate import _Interruption
 from pulse_bpf.fleet.sessions import Sessions
 from pulse_bpf.fleet.workers import Event
 
@@ -323,3 +325,18 @@ def test_the_clock_of_a_node_is_as_sure_as_its_quickest_answer(double: Double, s
     assert abs(a.offset_ns - ahead_ns) <= a.error_ns
     assert b.error_ns is not None
     assert abs(b.offset_ns) <= b.error_ns
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_waits_until_what_was_begun_can_be_ended(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with _Interruption() as interruption:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        interruption.hold()
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            interruption.let()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before
