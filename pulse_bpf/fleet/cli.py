@@ -144,7 +144,7 @@ def _check_bootstrap(arguments: argparse.Namespace) -> None:
     if arguments.topology:
         raise UsageError(
             "--bootstrap and --topology do not go together",
-            "through gateways all nodes get the same, and each would get as many archives as there are nodes",
+            "a gateway hands all it gets to all its nodes, so that each would get the archives of all of them",
             "Leave --topology out, or install Pulse on the nodes",
         )
     if arguments.pulse != "pulse":
