@@ -237,7 +237,9 @@ def test_nothing_is_left_on_a_node_when_it_ends_in_the_middle(
 
 
 @pytest.mark.bcc
-@pytest.mark.parametrize("end", ["in time", "Ctrl-C", "in time, and Pulse is sent"])
+@pytest.mark.parametrize(
+    "end", ["in time", "Ctrl-C", pytest.param("in time, and Pulse is sent", marks=pytest.mark.long)]
+)
 def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> None:
     """Two nodes that share this kernel both record the one process that calls NCCL: each attaches, and lets go."""
     library = real_nccl()
@@ -282,6 +284,7 @@ def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> N
         assert starts_ns.max() - starts_ns.min() < 0.1e9  # type: ignore[operator]
 
 
+@pytest.mark.long
 def test_pulse_is_sent_to_nodes_that_lack_it(tmp_path: Path, job: Path) -> None:
     """One has it taken away in the middle, one has no room; what an earlier run left is removed."""
     output = tmp_path / "out"
