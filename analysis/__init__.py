@@ -128,7 +128,7 @@ def _blocks(
     for nodes, batches in groupby(unknown, lambda batch: batch.nodes):
         here = pl.col("node").is_in(nodes)
         own = flows.filter(here)
-        called, sent = segment.program(recording["ops"].filter(here))
+        called, sent = segment.program(recording.calls.of(nodes, segment.CALLED))
         segments = stream.segment(batches, own, called, sent, covered)
         yield metrics.measure(segments, called, own, recording.samples.unlisted, covered)
 
@@ -144,5 +144,4 @@ def conclude(
     recording: Recording, table: pl.DataFrame, flows: pl.DataFrame, window: Window | None = None
 ) -> Findings:
     """The verdict on `recording`, or on what happened in a `window` of it, from what `measure` gives of it."""
-    small = {name: frame for name, frame in recording.tables.items() if name != "ops"}
-    return localize(table, flows, small, recording.damaged, window, recording.absent)
+    return localize(table, flows, recording.tables, recording.damaged, window, recording.absent)
