@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import polars as pl
-import pyarrow.parquet as pq
 
 from pulse_bpf.analysis.footers import footer_of
 from pulse_bpf.analysis.ports import UNREADABLE
@@ -108,17 +107,17 @@ class Calls:
         self, columns: Sequence[str], wanted: Callable[[_Part], bool], where: pl.Expr | bool = True
     ) -> pl.DataFrame:
         nothing = empty("ops").select(columns)
-        found = [self._rows(part, columns).filter(where) for part in self._parts if wanted(part)]
+        found = [self._rows(part, columns, where) for part in self._parts if wanted(part)]
         return pl.concat([nothing, *found])
 
-    def _rows(self, part: _Part, columns: Sequence[str]) -> pl.DataFrame:
+    def _rows(self, part: _Part, columns: Sequence[str], where: pl.Expr | bool = True) -> pl.DataFrame:
         if part.path is None:
-            return part.frame.select(columns)
+            return part.frame.filter(where).select(columns)
         if part.path not in self.unreadable:
             try:
                 if part.plain:
-                    return _read(part.path, columns)
-                return _complete(_read(part.path)).select(columns)
+                    return _read(part.path, columns, where)
+                return _complete(_read(part.path)).filter(where).select(columns)
             except UNREADABLE as error:
                 self.unreadable[part.path] = str(error).splitlines()[0]
         return empty("ops").select(columns)
@@ -157,10 +156,11 @@ def _complete(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.drop_nulls(ESSENTIAL)
 
 
-def _read(path: Path, columns: Sequence[str] = tuple(OPS)) -> pl.DataFrame:
-    with pq.ParquetFile(path, memory_map=True) as file:
-        there = set(file.schema_arrow.names)
-        rows = pl.DataFrame(file.read([name for name in columns if name in there], use_threads=False))
-    return rows.select(
+def _read(path: Path, columns: Sequence[str] = tuple(OPS), where: pl.Expr | bool = True) -> pl.DataFrame:
+    rows = pl.scan_parquet(path, hive_partitioning=False)
+    there = rows.collect_schema()
+    # What is left out while the file is read takes no memory.
+    rows = rows.select(
         (pl.col(name) if name in there else pl.lit(None)).cast(OPS[name]).alias(name) for name in columns
     )
+    return (rows if where is True else rows.filter(where)).collect()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -38,7 +39,7 @@ OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 
 LEVELS = ("call", "flow", "nic", "traffic", "unattributed")
 # Rows that are made at a time: enough that what it costs to make some does not show, few beside what Python takes.
-BLOCK_ROWS = 65536
+BLOCK_ROWS = 16384
 UNLISTED = "its queue pair is not listed"
 
 # What rows have of the flows whose totals (Segments.totals) they put together.
@@ -168,6 +169,15 @@ def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
     order = pl.arg_sort_by(*names, "peer_nic", "comm_id", "start_ns", "bytes").alias("order")
     text = whole.select(pl.col(pl.Enum)).columns
     return whole[whole.select(order)["order"]].cast(dict.fromkeys(text, STR))
+
+
+def written(path: Path, columns: Collection[str]) -> pl.DataFrame:
+    """Some `columns` of the operators table whose blocks are the rows of the Parquet file `path`, in the order of
+    analysis.measure: node by node, and what ports moved last."""
+    whole = pl.scan_parquet(path).select(name for name in OPERATORS if name in columns).collect()
+    whole = _cast(whole, _texts(whole))
+    port = pl.col("level") == "port"
+    return pl.concat([table([whole.filter(~port)]), table([whole.filter(port)])])
 
 
 def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
