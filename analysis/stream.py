@@ -389,10 +389,10 @@ class _Gathered:
         self._frames: list[pl.DataFrame] = []
 
     def add(self, found: Found) -> None:
-        self._found.append(found)
-        self._rows += len(found.number)
         if self._rows >= FRAME_ROWS:
             self._put_together()
+        self._found.append(found)
+        self._rows += len(found.number)
 
     def whole(self) -> pl.DataFrame:
         self._put_together()
