@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -153,12 +153,16 @@ class Samples:
     def batches(self, since_ns: int = FOREVER, wanted: Collection[int] = ()) -> Iterator[Batch]:
         """All rows, node by node, each node's from the first moment to the last; nodes that share a part come together.
 
-        Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which may change meanwhile.
+        Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which are listed and may
+        become fewer meanwhile.
         Holds the parts of one time in memory, which is a second of one node as Pulse records it.
         """
         lanes = self._lanes(self._parts)
         for nodes in sorted(lanes):
-            for until_ns, rows in self._in_time(lanes[nodes], since_ns, wanted):
+            own = {flow for flow, place in self._places.items() if place[0] in nodes} if wanted else set()
+            for until_ns, rows in self._in_time(
+                lanes[nodes], since_ns, lambda own=own: own.intersection(wanted)
+            ):
                 if self._ports is not None:
                     rows = self._ports.narrowed(nodes, rows, self._places)
                 yield Batch(nodes, until_ns, rows)
@@ -207,7 +211,7 @@ class Samples:
         return lanes
 
     def _in_time(
-        self, parts: list[_Part], since_ns: int = FOREVER, wanted: Collection[int] = ()
+        self, parts: list[_Part], since_ns: int = FOREVER, wanted: Callable[[], Collection[int]] = tuple
     ) -> Iterator[tuple[int, pl.DataFrame]]:
         cuts = sorted({ns for part in parts for ns in (part.first_ns, part.last_ns + 1)})
         waiting = sorted(parts, key=lambda part: part.first_ns, reverse=True)
@@ -216,7 +220,7 @@ class Samples:
             begun = []
             while waiting and waiting[-1].first_ns <= begin_ns:
                 part = waiting.pop()
-                if part.first_ns < since_ns or self._has(part, wanted):
+                if part.first_ns < since_ns or self._has(part, wanted()):
                     begun.append(part)
             new = [(part, rows) for part in begun if (rows := self._rows(part)) is not None]
             if not opened and len(begun) == 1 and begun[0].last_ns < end_ns:

@@ -128,8 +128,8 @@ def main() -> None:
 
 
 _JUDGED = paragraph(
-    """The same, and then localization, which needs the whole table in memory, and copies of parts of it. The longest is
-    left out."""
+    """The same, and then localization, which reads back the columns it needs of the whole table, and makes copies of
+    parts of it. The longest is left out."""
 )
 _DEALT = paragraph(
     """Successive bins of a connection are dealt out to more and more queue pairs: the rows are the same. For fewer, the
@@ -146,7 +146,7 @@ def _introduction(seconds: float, shape: str) -> str:
         of samples alone, below which no analysis comes that reads them so; it takes times, directions and
         clear-to-sends as well, while a scan by flow takes two columns. "MB": the most memory held, less what
         Python and its libraries hold. The table of operators leaves block by block and is never in memory; what
-        grows with a recording are its calls and, of one node after the other, what they were found to move.
+        grows with a recording is, of one node after the other, its calls and what they were found to move.
         "B/B": bytes of the operators table as Parquet per byte of samples. On {os.cpu_count()} cores of
         {_processor()}, polars {pl.__version__},
         load average {os.getloadavg()[0]:.0f}."""
