@@ -17,8 +17,17 @@ from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
 __all__ = [
-    *("Findings", "Window", "analyze", "conclude", "conclude_written", "cut", "measure", "measure_with"),
-    *("operators", "owners", "rows"),
+    "Findings",
+    "Window",
+    "analyze",
+    "conclude",
+    "conclude_written",
+    "cut",
+    "measure",
+    "measure_with",
+    "operators",
+    "owners",
+    "rows",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -159,10 +159,8 @@ class Samples:
         """
         lanes = self._lanes(self._parts)
         for nodes in sorted(lanes):
-            own = {flow for flow, place in self._places.items() if place[0] in nodes} if wanted else set()
-            for until_ns, rows in self._in_time(
-                lanes[nodes], since_ns, lambda own=own: own.intersection(wanted)
-            ):
+            own = {flow for flow, place in self._places.items() if wanted and place[0] in nodes}
+            for until_ns, rows in self._in_time(lanes[nodes], since_ns, partial(own.intersection, wanted)):
                 if self._ports is not None:
                     rows = self._ports.narrowed(nodes, rows, self._places)
                 yield Batch(nodes, until_ns, rows)
