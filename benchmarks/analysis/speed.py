@@ -148,7 +148,8 @@ def _introduction(seconds: float, shape: str) -> str:
         Python and its libraries hold. The table of operators leaves block by block and is never in memory.
         What grows with a recording is, of one node after the other, its calls and what they were found to move,
         which are held to the end: memory is not independent of length, and above decoding, time goes with
-        operators and with windows of time as well as with rows. "B/B": bytes of the operators table as Parquet per byte of samples. On {os.cpu_count()} cores of
+        operators and with windows of time as well as with rows. "B/B": bytes of the operators table as Parquet per
+        byte of samples. On {os.cpu_count()} cores of
         {_processor()}, polars {pl.__version__},
         load average {os.getloadavg()[0]:.0f}."""
     )
