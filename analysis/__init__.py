@@ -11,12 +11,24 @@ import polars as pl
 from pulse_bpf.analysis import attribute, metrics, segment, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
-from pulse_bpf.analysis.localize import localize
+from pulse_bpf.analysis.localize import NEEDED, localize
 from pulse_bpf.analysis.port_bursts import narrowest_bins, port_bursts
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
-__all__ = ["Findings", "Window", "analyze", "conclude", "cut", "measure", "measure_with", "operators", "rows"]
+__all__ = [
+    "Findings",
+    "Window",
+    "analyze",
+    "conclude",
+    "conclude_written",
+    "cut",
+    "measure",
+    "measure_with",
+    "operators",
+    "owners",
+    "rows",
+]
 
 
 def analyze(dirs: Sequence[Path], window: Window | None = None) -> Findings:
@@ -34,26 +46,29 @@ def operators(dirs: Sequence[Path]) -> pl.DataFrame:
 
 
 def measure(
-    recording: Recording,
-    on_read: Callable[[int], object] | None = None,
-    on_rows: Callable[[pl.DataFrame], object] | None = None,
+    recording: Recording, on_read: Callable[[int], object] | None = None
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The operators table, and the owners of all QPs (attribute.FLOWS).
 
     Of nodes whose operators the recording holds, these are taken, and what their flows are with them. `on_read` is told
-    how many samples were read, batch after batch, `on_rows` gets all rows as `rows` gives them.
+    how many samples were read, batch after batch.
     """
-    flows = _flows(recording)
-    return cut(recording, flows, on_read, on_rows), flows
+    flows = owners(recording)
+    return cut(recording, flows, on_read), flows
 
 
-def rows(recording: Recording) -> Iterator[pl.DataFrame]:
-    """The operators table some rows at a time, in no order but that of the nodes: for tables too large for memory."""
+def rows(
+    recording: Recording, flows: pl.DataFrame, on_read: Callable[[int], object] | None = None
+) -> Iterator[pl.DataFrame]:
+    """The operators table some rows at a time, in no order but that of the nodes: for tables too large for memory.
+
+    `flows` say whose queue pairs are, `on_read` as in `measure`.
+    """
     kept = recording.kept("operators", metrics.OPERATORS)
     known = kept["node"].unique()
     narrowest = [narrowest_bins(kept)]
     yield kept
-    for blocks in _blocks(recording, _flows(recording), known, None):
+    for blocks in _blocks(recording, flows, known, on_read):
         for block in blocks:
             table = metrics.table([block])
             narrowest.append(narrowest_bins(table))
@@ -65,16 +80,13 @@ def cut(
     recording: Recording,
     flows: pl.DataFrame,
     on_read: Callable[[int], object] | None = None,
-    on_rows: Callable[[pl.DataFrame], object] | None = None,
 ) -> pl.DataFrame:
     """The operators table, with those that the recording holds taken as they are; `flows` say whose queue pairs are."""
     kept = recording.kept("operators", metrics.OPERATORS)
     known = kept["node"].unique()
-    if on_rows and not kept.is_empty():
-        on_rows(kept)
     if not kept.is_empty() and set(recording.samples.nodes) <= set(known):
         return kept
-    return metrics.together([kept, measure_with(recording, flows, known, on_read, on_rows)])
+    return metrics.together([kept, measure_with(recording, flows, known, on_read)])
 
 
 def measure_with(
@@ -82,27 +94,17 @@ def measure_with(
     flows: pl.DataFrame,
     known: Collection[str] = (),
     on_read: Callable[[int], object] | None = None,
-    on_rows: Callable[[pl.DataFrame], object] | None = None,
 ) -> pl.DataFrame:
     """The operators table of the nodes in `recording` that have samples, but those `known`; `flows` say whose they are.
 
     Of each node only its own data is used.
     """
-    parts = []
-    for blocks in _blocks(recording, flows, known, on_read):
-        held = []
-        for block in blocks:
-            held.append(block)
-            if on_rows:
-                on_rows(metrics.table([block]))
-        parts.append(metrics.table(held))
+    parts = [metrics.table(list(blocks)) for blocks in _blocks(recording, flows, known, on_read)]
     ports = _of_ports(recording, [narrowest_bins(metrics.together([])), *map(narrowest_bins, parts)], known)
-    if on_rows:
-        on_rows(ports)
     return metrics.together([*parts, ports])
 
 
-def _flows(recording: Recording) -> pl.DataFrame:
+def owners(recording: Recording) -> pl.DataFrame:
     """Whose all queue pairs are (attribute.FLOWS): what the recording holds, and of other nodes what it tells."""
     kept = recording.kept("flows", attribute.FLOWS)
     known = kept["node"].unique()
@@ -128,7 +130,7 @@ def _blocks(
     for nodes, batches in groupby(unknown, lambda batch: batch.nodes):
         here = pl.col("node").is_in(nodes)
         own = flows.filter(here)
-        called, sent = segment.program(recording["ops"].filter(here))
+        called, sent = segment.program(recording.calls.of(nodes, segment.CALLED))
         segments = stream.segment(batches, own, called, sent, covered)
         yield metrics.measure(segments, called, own, recording.samples.unlisted, covered)
 
@@ -144,5 +146,14 @@ def conclude(
     recording: Recording, table: pl.DataFrame, flows: pl.DataFrame, window: Window | None = None
 ) -> Findings:
     """The verdict on `recording`, or on what happened in a `window` of it, from what `measure` gives of it."""
-    small = {name: frame for name, frame in recording.tables.items() if name != "ops"}
-    return localize(table, flows, small, recording.damaged, window, recording.absent)
+    return localize(table, flows, recording.tables, recording.damaged, window, recording.absent)
+
+
+def conclude_written(
+    recording: Recording, path: Path, flows: pl.DataFrame, window: Window | None = None
+) -> Findings:
+    """The same from the file `path` with what `rows` gave, of which it takes the columns that tell it something."""
+    # Named nowhere, so that localization can let go of it.
+    return localize(
+        metrics.written(path, NEEDED), flows, recording.tables, recording.damaged, window, recording.absent
+    )

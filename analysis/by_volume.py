@@ -8,7 +8,9 @@ import numpy as np
 import polars as pl
 
 from pulse_bpf.analysis.bursts import WARMUP_NS, Bursts, fit, volumes
+from pulse_bpf.analysis.calls import CAPTURED, Calls
 from pulse_bpf.analysis.curves import Floats
+from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.schema import F64, I32, STR, U64
 
 # NCCL has at most so many channels (MAXCHANNELS in src/include/device.h is 64; half of them per direction of a NIC).
@@ -28,7 +30,7 @@ CANDIDATES = pl.Schema(
 
 
 def score(
-    candidates: pl.DataFrame, directions: pl.DataFrame, ops: pl.DataFrame, bursts: Bursts, wire: bool
+    candidates: pl.DataFrame, directions: pl.DataFrame, calls: Calls, bursts: Bursts, wire: bool
 ) -> pl.DataFrame:
     """`candidates` (CANDIDATES and more) with `fit`, the share of the flow's bytes in bursts that calls explain.
 
@@ -41,7 +43,7 @@ def score(
     has a queue pair of its own for each channel and peer; a shared one fits none.
     """
     way = dict(directions.select("flow", "direction").iter_rows())
-    calls = _Calls(ops, bursts)
+    sequences_of = _Sequences(calls, bursts)
     streams, sequences, channels, replayed, known = [], [], [], [], []
     at = np.searchsorted(bursts.flows, candidates["flow"].to_numpy())
     for row, number in zip(candidates.iter_rows(named=True), at.tolist(), strict=True):
@@ -49,12 +51,12 @@ def score(
         stream = 2 * number + (direction == "tx")
         known.append(direction is not None and bursts.slot[stream] >= 0)
         if known[-1]:
-            found = calls.of(row, str(direction), int(bursts.slot[stream]))
+            found = sequences_of.of(row, str(direction), int(bursts.slot[stream]))
             streams.append(stream)
             sequences.append(found.sequences)
             channels.append(found.channels)
             replayed.append(found.replayed)
-    derived = volumes(calls.sequences, MAX_CALLS)
+    derived = volumes(sequences_of.sequences, MAX_CALLS)
     first = np.array(sequences, np.int64).reshape(-1, 2)
     best, apart = fit(
         bursts.total,
@@ -90,20 +92,25 @@ class _Found(NamedTuple):
     replayed: bool
 
 
-class _Calls:
+class _Sequences:
     """What the calls of a candidate put on one queue pair, were there one channel; remembered in `sequences`."""
 
-    def __init__(self, ops: pl.DataFrame, bursts: Bursts) -> None:
-        captured = pl.col("origin").fill_null("call") == "capture"
-        slot = ((pl.col("call_ns") - bursts.start_ns) // WARMUP_NS).clip(0)
-        carried = ops.filter(pl.col("comm_id").is_not_null(), pl.col("bytes") > 0).select(
-            "node", "comm_id", "rank", "kind", "peer", "bytes", "call_ns", captured=captured, slot=slot
-        )
+    def __init__(self, calls: Calls, bursts: Bursts) -> None:
         rank = ["node", "comm_id", "rank"]
-        self._ranks = set(carried.select(rank).unique().iter_rows())
+        self._ranks = set(calls.kinds.filter("carries").select(rank).unique().iter_rows())
         # Of a long recording only what was called while a queue pair carried its first bytes.
-        asked = pl.col("captured") | pl.col("slot").is_in(np.unique(bursts.slot))
-        known = carried.filter(asked).sort("call_ns")
+        slots = np.unique(bursts.slot[bursts.slot >= 0])
+        begins = [-FOREVER if slot == 0 else bursts.start_ns + int(slot) * WARMUP_NS for slot in slots]
+        ends = [bursts.start_ns + (int(slot) + 1) * WARMUP_NS for slot in slots]
+        columns = [*rank, "kind", "peer", "bytes", "call_ns"]
+        slot = ((pl.col("call_ns") - bursts.start_ns) // WARMUP_NS).clip(0)
+        known = (
+            calls.begun(list(zip(begins, ends, strict=True)), [*columns, "origin"])
+            .filter(pl.col("comm_id").is_not_null(), pl.col("bytes") > 0)
+            .select(*columns, captured=CAPTURED, slot=slot)
+            .filter(pl.col("captured") | pl.col("slot").is_in(slots))
+            .sort("call_ns")
+        )
         self._none = known.clear()
         self._of_rank = known.partition_by(rank, as_dict=True)
         self._known: dict[tuple[object, ...], _Found] = {}

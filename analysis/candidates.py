@@ -69,7 +69,7 @@ def candidates(
     members = members_of(recording["comms"])
     open_ends = known.drop(ENDS[1:]).join(possible, on="flow").select(known.columns)
     ends = _both_inside(pl.concat([known, open_ends]), members, recording["comms"])
-    kinds = _calls(recording["ops"])
+    kinds = _calls(recording.calls.kinds)
     used = kinds.select("comm_id", "use").unique()
     collective = ends.join(used.filter(pl.col("use") != "pairs"), on="comm_id")
     pairs = _pairs(ends, kinds, members, recording["nics"], directions)
@@ -151,7 +151,7 @@ def members_of(comms: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _calls(ops: pl.DataFrame) -> pl.DataFrame:
+def _calls(kinds: pl.DataFrame) -> pl.DataFrame:
     """node, comm_id, rank, kind, peer and `use` of the calls, each once."""
     use = (
         pl.when(pl.col("kind").is_in(TWO_SIDED))
@@ -160,11 +160,7 @@ def _calls(ops: pl.DataFrame) -> pl.DataFrame:
         .then(pl.lit("alltoall"))
         .otherwise(pl.lit("collective"))
     )
-    return (
-        ops.filter(pl.col("comm_id").is_not_null())
-        .select("node", "comm_id", "rank", "kind", "peer", use=use)
-        .unique(maintain_order=True)
-    )
+    return kinds.select("node", "comm_id", "rank", "kind", "peer", use=use).unique(maintain_order=True)
 
 
 def _both_inside(known: pl.DataFrame, members: pl.DataFrame, comms: pl.DataFrame) -> pl.DataFrame:

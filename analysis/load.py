@@ -7,12 +7,14 @@ import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pyarrow.parquet as pq
 
+from pulse_bpf.analysis.calls import Calls
 from pulse_bpf.analysis.pairing import queue_pairs
 from pulse_bpf.analysis.ports import UNREADABLE, PortBins
 from pulse_bpf.analysis.samples import Samples
@@ -24,7 +26,6 @@ ESSENTIAL = {
     "nics": ["node", "nic"],
     "processes": ["node", "pid"],
     "comms": ["node", "pid"],
-    "ops": ["node", "pid", "kind", "call_ns"],
     "qps": ["node", "nic", "qpn"],
     "coverage": ["node", "first_ns", "last_ns"],
     "events": ["node", "nic", "t_ns", "kind"],
@@ -32,6 +33,8 @@ ESSENTIAL = {
 
 # Tables with rows for every bin, which are never held as a whole.
 LAZY = ("samples", "port_samples")
+# Those that are read when they are asked for: calls are so many that a long recording of a large job holds no more.
+READ_LATER = (*LAZY, "ops")
 
 # Made by the analysis, and kept where the samples of a node are not: read when they are asked for.
 DERIVED = ("operators", "flows")
@@ -43,8 +46,8 @@ FOOTER_BYTES = 4096
 class Recording:
     """All tables of some recordings, each with exactly the columns of its schema, a missing one empty.
 
-    Those of LAZY are read when they are asked for, window by window; they are given among `tables`, or in the files
-    `parts` of each. `derived` has the files of DERIVED.
+    Those of READ_LATER are read when they are asked for, some nodes or some time of them: `samples`, `ports`, `calls`.
+    They are given among `tables`, or in the files `parts` of each. `derived` has the files of DERIVED.
     """
 
     def __init__(
@@ -55,10 +58,11 @@ class Recording:
         parts: Mapping[str, Sequence[Path]] | None = None,
     ) -> None:
         parts = parts or {}
-        self.tables = {table: frame for table, frame in tables.items() if table not in LAZY}
+        self.tables = {table: frame for table, frame in tables.items() if table not in READ_LATER}
         self.derived = {table: list(parts.get(table, ())) for table in DERIVED}
         self.manifests = list(manifests)
         self._damaged = list(damaged)
+        self.calls = Calls(parts.get("ops", ()), tables.get("ops"))
         self.lives = queue_pairs(self.tables.get("qps", empty("qps")))
         self.ports = PortBins(parts.get("port_samples", ()), tables.get("port_samples"))
         self.samples = Samples(parts.get("samples", ()), tables.get("samples"), self.lives, self.ports)
@@ -69,6 +73,8 @@ class Recording:
             return self.samples.whole()
         if table == "port_samples":
             return self.ports.whole()
+        if table == "ops":
+            return self.calls.whole()
         return self.tables[table]
 
     def kept(self, table: str, schema: pl.Schema) -> pl.DataFrame:
@@ -90,8 +96,8 @@ class Recording:
     @property
     def damaged(self) -> list[str]:
         """Names of all parts that could not be read, with the reason, and counts of rows that lack what they are about:
-        these rows are missing. Of those of LAZY, what was met so far."""
-        return self._damaged + self.samples.damaged + self.ports.damaged
+        these rows are missing. Of those of READ_LATER, what was met so far."""
+        return self._damaged + self.calls.damaged + self.samples.damaged + self.ports.damaged
 
     @property
     def absent(self) -> dict[str, str]:
@@ -104,8 +110,9 @@ class Recording:
     @property
     def missing(self) -> list[str]:
         """The tables that hold nothing, of those without which something cannot be known."""
-        empty_ones = [table for table in ("nics", "ops", "comms", "qps") if self.tables[table].is_empty()]
-        return empty_ones if self.samples.nodes else [*empty_ones, "samples"]
+        rows = {table: self.tables[table].height for table in ("nics", "comms", "qps")}
+        rows |= {"ops": self.calls.rows, "samples": len(self.samples.nodes)}
+        return [table for table in ("nics", "ops", "comms", "qps", "samples") if not rows[table]]
 
 
 def load(directories: Sequence[Path], wanted: Collection[str] = (*TABLES, *DERIVED)) -> Recording:
@@ -117,9 +124,11 @@ def load(directories: Sequence[Path], wanted: Collection[str] = (*TABLES, *DERIV
     when it has parts and none of them can be read.
     """
     frames: dict[str, list[pl.DataFrame]] = {table: [] for table in TABLES}
-    lazy: dict[str, list[Path]] = {table: [] for table in (*LAZY, *DERIVED)}
+    lazy: dict[str, list[Path]] = {table: [] for table in (*READ_LATER, *DERIVED)}
     manifests: list[dict[str, Any]] = []
     damaged: list[str] = []
+    unreadable: dict[Path, str] = {}
+    listed: dict[Path, list[Path]] = {}
     seen: dict[tuple[str, int, bytes], list[Path]] = {}
     for directory in dict.fromkeys(path.resolve() for path in directories):
         try:
@@ -131,34 +140,38 @@ def load(directories: Sequence[Path], wanted: Collection[str] = (*TABLES, *DERIV
                 error.strerror or str(error),
                 "Analyze it as a user who may read it",
             ) from error
-        readable = 0
+        listed[directory] = [path for _, path in files]
         for table, path in files:
             try:
                 if _again(table, path, seen):
-                    readable += 1
                     continue
-                if table in lazy:
+                if table in DERIVED:
                     pq.read_metadata(path)
+                if table in lazy:
                     lazy[table].append(path)
                 else:
                     frames[table].append(conform(pl.read_parquet(path, hive_partitioning=False), table))
-                readable += 1
             except UNREADABLE as error:
-                damaged.append(f"{path}: {str(error).splitlines()[0]}")
-        if files and not readable:
-            raise DataError(
-                f"{directory} holds nothing usable",
-                f"none of its {len(files)} parts can be read, {damaged[-1]}",
-                "Check that it was copied whole",
-            )
-    tables = {table: _together(table, parts) for table, parts in frames.items() if table not in LAZY}
+                unreadable[path] = str(error).splitlines()[0]
+    tables = {table: _together(table, parts) for table, parts in frames.items() if table not in READ_LATER}
     for table, columns in ESSENTIAL.items():
         whole = tables[table].drop_nulls(columns)
         if whole.height < tables[table].height:
             count = tables[table].height - whole.height
             damaged.append(f"{table}: {count} rows without one of {', '.join(columns)}")
         tables[table] = whole
-    return Recording(tables, manifests, damaged, lazy)
+    damaged += [f"{path}: {reason}" for path, reason in unreadable.items()]
+    recording = Recording(tables, manifests, damaged, lazy)
+    for of_rows in (recording.calls, recording.samples, recording.ports):
+        unreadable |= of_rows.unreadable
+    for directory, paths in listed.items():
+        if paths and all(path in unreadable for path in paths):
+            raise DataError(
+                f"{directory} holds nothing usable",
+                f"none of its {len(paths)} parts can be read, {paths[-1]}: {unreadable[paths[-1]]}",
+                "Check that it was copied whole",
+            )
+    return recording
 
 
 def _again(table: str, path: Path, seen: dict[tuple[str, int, bytes], list[Path]]) -> bool:
@@ -169,7 +182,7 @@ def _again(table: str, path: Path, seen: dict[tuple[str, int, bytes], list[Path]
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - FOOTER_BYTES))
-        key = (table, size, file.read())
+        key = (table, size, blake2b(file.read()).digest())
     others = seen.setdefault(key, [])
     twice = any(filecmp.cmp(path, other, shallow=False) for other in others)
     others.append(path)

@@ -16,6 +16,7 @@ from pulse_bpf.analysis.groups import Group, find_groups
 from pulse_bpf.analysis.iteration import Iteration, calls_of, find_iteration
 from pulse_bpf.analysis.late import same_clock
 from pulse_bpf.analysis.loss import find_loss
+from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.analysis.names import numbered_names
 from pulse_bpf.analysis.seen import MAX_INCOMPLETE, MAX_UNATTRIBUTED, coverage_of, missing_in
 from pulse_bpf.analysis.signals import find_signals, intervals
@@ -23,6 +24,16 @@ from pulse_bpf.analysis.slowed import with_slowed
 from pulse_bpf.analysis.stops import find_stops
 from pulse_bpf.analysis.window import Window, operators_in, resolved, tables_in
 
+# The columns of operators that some rule reads; the others are for people and other programs.
+NEEDED = tuple(
+    name
+    for name in OPERATORS
+    if name
+    not in (
+        *("start_err_ns", "end_err_ns", "ctl_packets", "active_gbps", "peak_gbps", "bin_cv", "tail_ns"),
+        *("gap_sender_ns", "gap_receiver_ns", "gap_network_ns", "stalls", "stall_trickle_ns", "paced"),
+    )
+)
 # Evidence of a port beside itself.
 ITSELF = "stretched"
 # Less sure than this is not said to be so.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import polars as pl
@@ -38,8 +39,14 @@ OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 
 LEVELS = ("call", "flow", "nic", "traffic", "unattributed")
 # Rows that are made at a time: enough that what it costs to make some does not show, few beside what Python takes.
-BLOCK_ROWS = 65536
+BLOCK_ROWS = 16384
 UNLISTED = "its queue pair is not listed"
+
+# Rows are in the order of these.
+ORDER = (
+    *("node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"),
+    *("peer_nic", "comm_id", "start_ns", "bytes"),
+)
 
 # What rows have of the flows whose totals (Segments.totals) they put together.
 _OF_TOTALS = (
@@ -164,10 +171,17 @@ def _of_calls(
 def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
     """OPERATORS of the `blocks`, which are of the same nodes, in an order that does not depend on how rows came."""
     whole = blocks[0] if len(blocks) == 1 else pl.concat(blocks)
-    names = ["node", "nic", "direction", "pid", "program_pos", "level", "peer_rank", "peer_node", "reason"]
-    order = pl.arg_sort_by(*names, "peer_nic", "comm_id", "start_ns", "bytes").alias("order")
     text = whole.select(pl.col(pl.Enum)).columns
-    return whole[whole.select(order)["order"]].cast(dict.fromkeys(text, STR))
+    return whole[whole.select(pl.arg_sort_by(ORDER).alias("order"))["order"]].cast(dict.fromkeys(text, STR))
+
+
+def written(path: Path, columns: Collection[str]) -> pl.DataFrame:
+    """Some `columns`, those of ORDER among them, of the operators table whose blocks are the rows of the Parquet file
+    `path`, in the order of analysis.measure: node by node, and what ports moved last."""
+    whole = pl.scan_parquet(path).select(name for name in OPERATORS if name in columns).collect()
+    keys = whole.select("origin", *ORDER)
+    keys = _cast(keys, _texts(keys)).select(pl.arg_sort_by(pl.col("level") == "port", *ORDER).alias("order"))
+    return whole[keys["order"]]
 
 
 def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:

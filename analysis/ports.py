@@ -30,11 +30,11 @@ CONTROL_BYTES = 300
 class PortBins:
     """The port_samples in the files `paths`, or in `frame`; files are read for the time that is asked for.
 
-    `narrowest_ns` is the least width of their bins, None without any.
+    `narrowest_ns` is the least width of their bins, None without any; `unreadable` says why of parts that are.
     """
 
     def __init__(self, paths: Sequence[Path], frame: pl.DataFrame | None) -> None:
-        self._unreadable: dict[Path, str] = {}
+        self.unreadable: dict[Path, str] = {}
         self._parts: list[Path | pl.DataFrame] = [*paths] if frame is None else [*paths, frame]
         self._held: dict[int, pl.DataFrame] = {}
         spans = [self._spans(number) for number in range(len(self._parts))]
@@ -44,7 +44,7 @@ class PortBins:
     @property
     def damaged(self) -> list[str]:
         """Parts that could not be read, with the reason, as met so far."""
-        return [f"{path}: {reason}" for path, reason in self._unreadable.items()]
+        return [f"{path}: {reason}" for path, reason in self.unreadable.items()]
 
     def whole(self) -> pl.DataFrame:
         """All rows in memory."""
@@ -84,7 +84,7 @@ class PortBins:
         try:
             return conform(pl.read_parquet(part, hive_partitioning=False), "port_samples")
         except UNREADABLE as error:
-            self._unreadable[part] = str(error).splitlines()[0]
+            self.unreadable[part] = str(error).splitlines()[0]
         return empty("port_samples")
 
 

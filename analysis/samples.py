@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pulse_bpf.analysis import curves
+from pulse_bpf.analysis.footers import footer_of
 from pulse_bpf.analysis.pairing import FOREVER, QP
 from pulse_bpf.analysis.ports import NARROWER, UNREADABLE, PortBins, Ports
 from pulse_bpf.schema import I64, SAMPLES, STR, U8, U32, U64, conform, flow_id
@@ -70,6 +71,7 @@ class Samples:
     The source with the narrowest bins is taken, by name where equal. Rows without a flow get that of the life (in
     `lives`, as pairing.queue_pairs gives them) of their QP that had begun by then, or of the QP where there is none.
     `unlisted` has flow and QP of the flows met so far that are not in `lives`. `ports` has the port_samples.
+    `unreadable` says why of parts that are.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Samples:
         self._port_bins = ports
         self._listed = lives["flow"].to_numpy()
         self.unlisted = lives.select("flow", *QP).clear()
-        self._unreadable: dict[Path, str] = {}
+        self.unreadable: dict[Path, str] = {}
         self._lacking: dict[Path | None, int] = {}
         self._same: dict[str, pl.Series] = {}
         self._parts: list[_Part] = []
@@ -91,7 +93,7 @@ class Samples:
             try:
                 part = _by_footer(path) or self._by_rows(path, _read(path))
             except UNREADABLE as error:
-                self._unreadable[path] = str(error).splitlines()[0]
+                self.unreadable[path] = str(error).splitlines()[0]
             else:
                 self._parts.append(part)
         if frame is not None:
@@ -104,7 +106,7 @@ class Samples:
         """Parts that could not be read, with the reason, and how many rows lack what they are about, as met so far."""
         count = sum(self._lacking.values())
         rows = [f"samples: {count} rows {LACKING}"] if count else []
-        return [*(f"{path}: {reason}" for path, reason in self._unreadable.items()), *rows]
+        return [*(f"{path}: {reason}" for path, reason in self.unreadable.items()), *rows]
 
     @property
     def nodes(self) -> list[str]:
@@ -151,12 +153,14 @@ class Samples:
     def batches(self, since_ns: int = FOREVER, wanted: Collection[int] = ()) -> Iterator[Batch]:
         """All rows, node by node, each node's from the first moment to the last; nodes that share a part come together.
 
-        Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which may change meanwhile.
+        Parts from `since_ns` on are passed over when they have none of the flows `wanted`, which are listed and may
+        become fewer meanwhile.
         Holds the parts of one time in memory, which is a second of one node as Pulse records it.
         """
         lanes = self._lanes(self._parts)
         for nodes in sorted(lanes):
-            for until_ns, rows in self._in_time(lanes[nodes], since_ns, wanted):
+            own = {flow for flow, place in self._places.items() if wanted and place[0] in nodes}
+            for until_ns, rows in self._in_time(lanes[nodes], since_ns, partial(own.intersection, wanted)):
                 if self._ports is not None:
                     rows = self._ports.narrowed(nodes, rows, self._places)
                 yield Batch(nodes, until_ns, rows)
@@ -205,7 +209,7 @@ class Samples:
         return lanes
 
     def _in_time(
-        self, parts: list[_Part], since_ns: int = FOREVER, wanted: Collection[int] = ()
+        self, parts: list[_Part], since_ns: int = FOREVER, wanted: Callable[[], Collection[int]] = tuple
     ) -> Iterator[tuple[int, pl.DataFrame]]:
         cuts = sorted({ns for part in parts for ns in (part.first_ns, part.last_ns + 1)})
         waiting = sorted(parts, key=lambda part: part.first_ns, reverse=True)
@@ -214,7 +218,7 @@ class Samples:
             begun = []
             while waiting and waiting[-1].first_ns <= begin_ns:
                 part = waiting.pop()
-                if part.first_ns < since_ns or self._has(part, wanted):
+                if part.first_ns < since_ns or self._has(part, wanted()):
                     begun.append(part)
             new = [(part, rows) for part in begun if (rows := self._rows(part)) is not None]
             if not opened and len(begun) == 1 and begun[0].last_ns < end_ns:
@@ -237,7 +241,7 @@ class Samples:
         try:
             rows = _columns(part.path, part.constants, self._same)
         except UNREADABLE as error:
-            self._unreadable[part.path] = str(error).splitlines()[0]
+            self.unreadable[part.path] = str(error).splitlines()[0]
             return None
         if not np.isin(_flows_of(rows["flow"].to_numpy()), self._listed).all():
             self._list(self._whole(part).select("flow", *QP).unique())
@@ -245,7 +249,7 @@ class Samples:
 
     def _has(self, part: _Part, wanted: Collection[int]) -> bool:
         """Whether one of the flows `wanted` may be in `part`."""
-        if not wanted or part.path is None or not part.plain or part.path in self._unreadable:
+        if not wanted or part.path is None or not part.plain or part.path in self.unreadable:
             return bool(wanted)
         try:
             with pq.ParquetFile(part.path, memory_map=True) as file:
@@ -276,11 +280,11 @@ class Samples:
         """All rows of `part` that say something, in the columns of the schema."""
         if part.path is None:
             return part.frame
-        if part.path not in self._unreadable:
+        if part.path not in self.unreadable:
             try:
                 return self._complete(part.path, _read(part.path))
             except UNREADABLE as error:
-                self._unreadable[part.path] = str(error).splitlines()[0]
+                self.unreadable[part.path] = str(error).splitlines()[0]
         return NO_ROWS
 
     def _complete(self, path: Path | None, rows: pl.DataFrame) -> pl.DataFrame:
@@ -342,47 +346,19 @@ def _read(path: Path) -> pl.DataFrame:
 
 def _by_footer(path: Path) -> _Part | None:
     """The part in `path`, None where its footer does not tell enough; ValueError where a column is no such thing."""
-    meta = pq.read_metadata(path)
-    schema = meta.schema.to_arrow_schema()
-    for name in SAMPLES:
-        index = schema.get_field_index(name)
-        if index >= 0 and not _fits(schema.field(index).type, SAMPLES[name]):
-            raise ValueError(f"{name} is {schema.field(index).type}, not {SAMPLES[name]}")
-    bounds = {name: _bounds(meta, index) for index, name in enumerate(meta.schema.names) if name in SAMPLES}
+    footer = footer_of(path, SAMPLES)
+    bounds, constants = footer.bounds, footer.constants(SAMPLES)
     if any(bounds.get(name, (None,))[0] is None for name in ("node", "t_ns")):
         return None
-    constants: dict[str, Any] = {name: None for name in SAMPLES if name not in bounds}
-    for name, (low, high, nulls) in bounds.items():
-        if nulls == meta.num_rows or (nulls == 0 and low is not None and low == high):
-            constants[name] = low
     nodes = (constants["node"],) if "node" in constants else tuple(_read_nodes(path))
     plain = all(name in bounds and bounds[name][2] == 0 for name in (*ESSENTIAL, "flow"))
     if plain:
         plain = (bounds["bin_ns"][0] or 0) > 0 and set(bounds["direction"][:2]) <= set(WAYS)
-    return _Part(path, NO_ROWS, nodes, *bounds["t_ns"][:2], constants, plain, meta.num_rows)
+    return _Part(path, NO_ROWS, nodes, *bounds["t_ns"][:2], constants, plain, footer.rows)
 
 
 def _read_nodes(path: Path) -> list[str]:
     return list(pl.read_parquet(path, columns=["node"])["node"].drop_nulls().unique().sort())
-
-
-def _fits(found: pa.DataType, wanted: pl.DataType) -> bool:
-    if pa.types.is_dictionary(found):
-        found = found.value_type
-    text = pa.types.is_string(found) or pa.types.is_large_string(found) or pa.types.is_string_view(found)
-    return bool(pa.types.is_null(found) or (text if wanted == STR else pa.types.is_integer(found)))
-
-
-def _bounds(meta: pq.FileMetaData, index: int) -> tuple[Any, Any, int | None]:
-    """Least and greatest value of a column and how many are missing; None what the footer does not tell."""
-    columns = [meta.row_group(number).column(index).statistics for number in range(meta.num_row_groups)]
-    if any(found is None or not found.has_null_count for found in columns):
-        return None, None, None
-    valued = [found for found in columns if found.num_values]
-    nulls = sum(found.null_count for found in columns)
-    if not valued or not all(found.has_min_max for found in valued):
-        return None, None, nulls
-    return min(found.min for found in valued), max(found.max for found in valued), nulls
 
 
 def _flows_of(flow: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import polars as pl
 
+from pulse_bpf.analysis.calls import CAPTURED
 from pulse_bpf.analysis.curves import Longs
 from pulse_bpf.analysis.node_calls import match_calls
 from pulse_bpf.analysis.samples import PORT
@@ -14,12 +15,18 @@ PROCESS = ["node", "pid"]
 # What the flows of one group have in common.
 KEY = [*PROCESS, "nic", "port", "comm_id", "use", "rank", "peer_rank", "peer_node", "peer_nic", "direction"]
 
+# What makes calls a program.
+CALLED = (
+    *("node", "pid", "tid", "comm_id", "rank", "nranks", "gpu", "seq", "kind", "bytes", "peer", "group"),
+    *("call_ns", "nccl_seq", "origin"),
+)
+
 # A kind of operator that would carry more than so many times all bytes of a flow group does not use it.
 MOST = 20.0
 
 
 def program(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The operators of each process in program order, and what their point-to-point calls carry.
+    """The operators of each process in program order, and what their point-to-point calls carry, of calls (CALLED).
 
     All Send and Recv calls of one ncclGroup on one communicator are one operator of kind "Group". Calls that
     were captured into a graph move nothing and are left out. The operators have: op (a number for the row),
@@ -28,7 +35,7 @@ def program(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     frame has op, direction, peer_rank, bytes.
     """
     calls = (
-        ops.filter(pl.col("comm_id").is_not_null(), pl.col("origin").fill_null("call") != "capture")
+        ops.filter(pl.col("comm_id").is_not_null(), ~CAPTURED)
         .sort("node", "pid", "call_ns", "comm_id", "seq")
         .with_row_index("call")
         .with_columns(two_sided=pl.col("kind").is_in(["Send", "Recv"]))

@@ -54,7 +54,7 @@ def settle(
     the ranks. Both ends of a QP count alike. `wire`: bytes include headers.
     """
     several = candidates.filter(pl.len().over("flow") > 1)
-    scored = by_volume.score(several, directions, recording["ops"], bursts, wire)
+    scored = by_volume.score(several, directions, recording.calls, bursts, wire)
     scored = _with_other_end(scored)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)

@@ -24,6 +24,8 @@ WARMUP_NS, WARMUP_BINS = 1_000_000_000, 4096
 WARMUP_CALLS, PATIENCE = 8, 8
 # Bins at full speed that a window for the bursting rate spans: fewer count packets, more hide short bursts.
 WINDOW_BINS = 2.0
+# Operators that become a frame at a time.
+FRAME_ROWS = 16384
 
 TOTALS = pl.Schema({"flow": U64, "direction": STR} | dict.fromkeys(curves.TOTALS[:-1], I64))
 CALLS = pl.Schema({"group": U32, "op": U32, "expected_bytes": F64, "paced": BOOL, "bin_ns": I64})
@@ -106,8 +108,7 @@ class Cutter:
         self._sum_key = np.zeros(0, np.int64)
         self._sum_group = np.zeros(0, np.int64)
         self._waiting = np.zeros(0, np.int64)
-        self._found: list[Found] = []
-        self._summed: list[Found] = []
+        self._cuts, self._sums = _Gathered(self._of_call), _Gathered(self._of_sum)
 
     def feed(self, window: pl.DataFrame, until_ns: int) -> None:
         """Takes all rows (samples.BATCH) between the end of the last window and `until_ns`."""
@@ -151,8 +152,8 @@ class Cutter:
         rest_of = pl.DataFrame(rest, walk.OUTSIDE).with_columns(group=pl.Series(group, dtype=U32))
         return Segments(
             self._used(walk.NEVER).filter(pl.Series(self._begun)),
-            _frame(self._found, self._of_call),
-            _frame(self._summed, self._of_sum),
+            self._cuts.whole(),
+            self._sums.whole(),
             rest_of.filter(pl.col("rows") > 0),
             self._totals_of_flows(),
         )
@@ -214,14 +215,14 @@ class Cutter:
         self._grants = grants.used(
             self._grants, self._since_ns, self._group_of_call[found.number], found.whole
         )
-        self._found.append(found)
+        self._cuts.add(found)
         sums = self._calls.sum_of[found.number]
         np.subtract.at(self._waiting, sums[sums >= 0], 1)
         bin_ns, window_bytes = self._rules.bin_ns[self._sum_group], self._rules.window_bytes[self._sum_group]
         # A group that is yet to be learned may have a part in what the others have done with.
         open_ns = -walk.NEVER if len(waiting) else until_ns - walk.HOLD_NS
         summed, self._pool = pool.sums(bins, self._waiting, bin_ns, window_bytes, open_ns)
-        self._summed.append(summed)
+        self._sums.add(summed)
 
     def _learn(self, chosen: Longs, limit_ns: int) -> None:
         """Settles how the groups `chosen` are cut, from their rows before `limit_ns`."""
@@ -380,16 +381,40 @@ def _directed(counts: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _frame(found: list[Found], numbered: list[pl.DataFrame]) -> pl.DataFrame:
-    """What was found, with what its numbers stand for."""
-    number = np.concatenate([part.number for part in found])
-    whole = pl.DataFrame(np.concatenate([part.whole for part in found]), list(WHOLE))
-    real = pl.DataFrame(np.concatenate([part.real for part in found]), list(REAL))
-    return pl.concat(
-        [
-            pl.concat(numbered)[number],
-            whole.select(pl.when(pl.col(name) != NOTHING).then(name).alias(name) for name in WHOLE),
-            real.fill_nan(None),
-        ],
-        how="horizontal",
-    )
+class _Gathered:
+    """What was found, with what its numbers stand for: the rows of frames that are `numbered`, and go on growing.
+
+    Some rows at a time become a frame, which is never copied.
+    """
+
+    def __init__(self, numbered: list[pl.DataFrame]) -> None:
+        self._numbered = numbered
+        self._found: list[Found] = []
+        self._rows = 0
+        self._frames: list[pl.DataFrame] = []
+
+    def add(self, found: Found) -> None:
+        if self._rows >= FRAME_ROWS:
+            self._put_together()
+        self._found.append(found)
+        self._rows += len(found.number)
+
+    def whole(self) -> pl.DataFrame:
+        self._put_together()
+        return pl.concat(self._frames)
+
+    def _put_together(self) -> None:
+        number = np.concatenate([part.number for part in self._found])
+        whole = pl.DataFrame(np.concatenate([part.whole for part in self._found]), list(WHOLE))
+        real = pl.DataFrame(np.concatenate([part.real for part in self._found]), list(REAL))
+        self._frames.append(
+            pl.concat(
+                [
+                    pl.concat(self._numbered)[number],
+                    whole.select(pl.when(pl.col(name) != NOTHING).then(name).alias(name) for name in WHOLE),
+                    real.fill_nan(None),
+                ],
+                how="horizontal",
+            )
+        )
+        self._found, self._rows = [], 0

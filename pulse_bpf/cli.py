@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -265,28 +266,29 @@ def _selection(arguments: argparse.Namespace) -> Selection:
 
 def _analyze(arguments: argparse.Namespace) -> int:
     from pulse_bpf.analysis.text import explain, render
-    from pulse_bpf.judge import judge
-    from pulse_bpf.store import RowsFile
+    from pulse_bpf.judge import findings_of
+    from pulse_bpf.store import write_file
 
     if arguments.scheduler and arguments.engine != "dask":
         raise UsageError("--scheduler goes with --engine dask")
-    with RowsFile(arguments.operators) if arguments.operators else nullcontext() as file:
+    with TemporaryDirectory(prefix="pulse-") as scratch:
+        rows = Path(scratch) / "operators.parquet"
         if arguments.engine == "local" and all(isinstance(each, Path) for each in arguments.recordings):
-            on_rows = file.append if file else None
-            findings = judge(arguments.recordings, arguments.window, _notices, on_rows).findings
+            findings = findings_of(arguments.recordings, arguments.window, _notices, rows)
         else:
             from pulse_bpf.fleet.engine import Dask, Local, judge_elsewhere
 
             with Dask(arguments.scheduler) if arguments.engine == "dask" else Local() as engine:
                 findings, operators = judge_elsewhere(
-                    arguments.recordings, arguments.window, engine, _notices, file is not None
+                    arguments.recordings, arguments.window, engine, _notices, bool(arguments.operators)
                 )
-            if file:
-                file.append(operators)
+            write_file(rows, operators.write_parquet)
         if arguments.explain:
             write(explain(findings, arguments.explain))
         else:
             write(findings.to_json() if arguments.json else render(findings, arguments.top))
+        if arguments.operators:
+            write_file(arguments.operators, lambda path: shutil.copyfile(rows, path))
     if arguments.exit_code and findings.verdict == "anomaly":
         return ANOMALY
     return PARTIAL if findings.coverage["damaged_parts"] else OK

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.seen import lost_events
 from pulse_bpf.analysis.window import Window
+from pulse_bpf.store import RowsFile
 
 COMPILING = "pulse: compiling the analysis, once after an installation; that takes half a minute or more"
 
@@ -29,17 +31,60 @@ class Judged(NamedTuple):
     findings: Findings
 
 
-def judge(
-    directories: Sequence[Path],
-    window: Window | None,
-    console: Console,
-    on_rows: Callable[[pl.DataFrame], object] | None = None,
-) -> Judged:
+def judge(directories: Sequence[Path], window: Window | None, console: Console) -> Judged:
     """What the recordings in `directories` say; a terminal behind `console` is shown how far that is, and what is lost.
 
-    `on_rows` gets the rows of the operators table as they are made, see analysis.measure.
     DataError when one of them is unusable, UsageError when nothing was recorded in the window.
     """
+    with _shown(console) as shown:
+        recording = shown.load(directories)
+        operators, flows = analysis.measure(recording, shown.on_read)
+        shown.describe("comparing ranks")
+        return Judged(recording, operators, flows, analysis.conclude(recording, operators, flows, window))
+
+
+def findings_of(directories: Sequence[Path], window: Window | None, console: Console, rows: Path) -> Findings:
+    """The findings that `judge` would come to, by way of the file `rows` that it writes the operators to, so that they
+    are in memory only as far as the findings need them.
+    """
+    with _shown(console) as shown:
+        recording = shown.load(directories)
+        flows = analysis.owners(recording)
+        with RowsFile(rows) as file:
+            for block in analysis.rows(recording, flows, shown.on_read):
+                file.append(block)
+        shown.describe("comparing ranks")
+        return analysis.conclude_written(recording, rows, flows, window)
+
+
+class _Shown:
+    """How far it is, as a `progress` shows it."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("reading tables", total=None, losses="")
+
+    def load(self, directories: Sequence[Path]) -> Recording:
+        self._recording = load(directories)
+        self.describe("finding whose traffic")
+        return self._recording
+
+    def describe(self, what: str) -> None:
+        self._progress.update(self._task, description=what, total=None, losses=_losses(self._recording))
+
+    def on_read(self, rows: int) -> None:
+        rate = self._progress.tasks[self._task].speed or 0.0
+        self._progress.update(
+            self._task,
+            description=f"cutting operators, {rate / 1e6:.1f} M samples/s",
+            total=self._recording.samples.rows,
+            advance=rows,
+            losses=_losses(self._recording),
+        )
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[_Shown]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(20),
@@ -51,24 +96,7 @@ def judge(
         when_compiling(lambda: console.print(COMPILING, highlight=False, soft_wrap=True)),
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
-        task = progress.add_task("reading tables", total=None, losses="")
-        recording = load(directories)
-        progress.update(task, description="finding whose traffic", losses=_losses(recording))
-
-        def on_read(rows: int) -> None:
-            rate = progress.tasks[task].speed or 0.0
-            progress.update(
-                task,
-                description=f"cutting operators, {rate / 1e6:.1f} M samples/s",
-                total=recording.samples.rows,
-                advance=rows,
-                losses=_losses(recording),
-            )
-
-        operators, flows = analysis.measure(recording, on_read, on_rows)
-        progress.update(task, description="comparing ranks", total=None)
-        findings = analysis.conclude(recording, operators, flows, window)
-    return Judged(recording, operators, flows, findings)
+        yield _Shown(progress)
 
 
 def _losses(recording: Recording) -> str:

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -146,55 +146,36 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
 class RowsFile:
     """A Parquet file that `write_file` would make, but of rows that come one frame after the other, all of one schema.
 
-    What the disk refuses is raised at the end of the context (HostError): whoever makes the rows may need to go on.
-    After any other error in the context there is no file.
+    After an error in the context there is no file. HostError when the disk is full or refuses.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._target = path if _is_stream(path) else _temporary(path.resolve())
+        self._target = _temporary(path)
         self._writer: pq.ParquetWriter | None = None
-        self._refused: HostError | None = None
 
     def __enter__(self) -> RowsFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._try(self._finish)
-        if self._target != self._path:
-            with suppress(OSError):
-                self._target.unlink()
-        if self._refused is not None and kind is None:
-            raise self._refused
+        try:
+            if kind is None and self._writer is not None:
+                with explained(self._path, "TMPDIR"):
+                    self._writer.close()
+                    _put(self._target, self._path)
+        finally:
+            self._target.unlink(missing_ok=True)
 
     def append(self, frame: pl.DataFrame) -> None:
         """Adds the rows of `frame` as a row group."""
-        self._try(lambda: self._append(frame))
-
-    def _append(self, frame: pl.DataFrame) -> None:
         table = frame.to_arrow(compat_level=pl.CompatLevel.oldest())
-        if self._writer is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            text = frame.select(selectors.string()).columns
-            self._writer = pq.ParquetWriter(
-                self._target, table.schema, compression="zstd", use_dictionary=text
-            )
-        self._writer.write_table(table)
-
-    def _finish(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            if self._target != self._path:
-                _put(self._target, self._path.resolve())
-
-    def _try(self, step: Callable[[], None]) -> None:
-        if self._refused is None:
-            try:
-                with explained(self._path):
-                    step()
-            except HostError as error:
-                self._refused = error
+        with explained(self._path, "TMPDIR"):
+            if self._writer is None:
+                text = frame.select(selectors.string()).columns
+                self._writer = pq.ParquetWriter(
+                    self._target, table.schema, compression="zstd", use_dictionary=text
+                )
+            self._writer.write_table(table)
 
 
 def _is_stream(path: Path) -> bool:
@@ -244,16 +225,16 @@ def _fsync(path: Path) -> None:
 
 
 @contextmanager
-def explained(root: Path) -> Iterator[None]:
-    """What a file system refuses, in an admin's words."""
+def explained(root: Path, by: str = "-o") -> Iterator[None]:
+    """What a file system refuses, in an admin's words; another place for `root` is chosen `by` this."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "Free some space or choose another disk with -o"
+            advice = f"Free some space or choose another disk with {by}"
         else:
-            advice = "Choose another place with -o"
+            advice = f"Choose another place with {by}"
         raise HostError(f"cannot write to {root}", error.strerror or str(error), advice) from error
     except PolarsError as error:  # what polars makes of a disk that runs full in the midst of a file
-        advice = "Free some space or choose another disk with -o"
+        advice = f"Free some space or choose another disk with {by}"
         raise HostError(f"cannot write to {root}", str(error).splitlines()[0], advice) from error

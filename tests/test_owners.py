@@ -209,7 +209,7 @@ def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 def test_bytes_in_are_bytes_attributed_and_bytes_listed(data: st.DataObject, exchanged: Recording) -> None:
     """Whatever rows are missing: each flow has one row, and what the operators table attributes and lists is all there
     is."""
-    frames = exchanged.tables | {"samples": exchanged["samples"]}
+    frames = exchanged.tables | {table: exchanged[table] for table in ("ops", "samples")}
     for table in ("qps", "comms", "nics", "ops", "samples"):
         share = data.draw(st.sampled_from([1.0, 0.9, 0.5, 0.0]), table)
         frames[table] = frames[table].sample(fraction=share, seed=data.draw(st.integers(0, 99)))

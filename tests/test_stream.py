@@ -136,9 +136,10 @@ def test_operators_come_in_blocks_that_are_the_table(monkeypatch: pytest.MonkeyP
     recording = Recording(recordings.tables(recordings.run(steps=12, seed=3)))
     whole, _ = analysis.measure(recording)
     monkeypatch.setattr(metrics, "BLOCK_ROWS", 7)
+    monkeypatch.setattr(stream, "FRAME_ROWS", 5)
     again, _ = analysis.measure(recording)
     assert_frame_equal(again, whole, check_exact=True)
-    blocks = list(analysis.rows(recording))
+    blocks = list(analysis.rows(recording, analysis.owners(recording)))
     assert len(blocks) > whole.height // 14
     assert max(block.height for block in blocks) < whole.height // 2
     assert_frame_equal(pl.concat(blocks), whole, check_row_order=False, check_exact=True)

@@ -92,5 +92,5 @@ def look(recording: Recording, operators: pl.DataFrame) -> View:
     aligned = align(clock.shifted("operators", operators), clock.error_ns)
     bin_ns = int(operators["bin_ns"].max() or 0)  # type: ignore[arg-type]
     ranks = lags(aligned, same_clock(clock.error_ns, bin_ns))
-    tables = {name: clock.shifted(name, frame) for name, frame in recording.tables.items() if name != "ops"}
+    tables = {name: clock.shifted(name, frame) for name, frame in recording.tables.items()}
     return View(clock, aligned, ranks, late_cells(excesses(ranks)), tables)

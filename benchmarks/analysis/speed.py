@@ -1,7 +1,7 @@
 """CPU seconds and memory of the analysis of recordings, beside those of a bare scan of their samples in the same run.
 
-    speed.py [--workloads NAME ...] [--seconds S] [--nodes N] [--gpus N] [--rows N ...] [--qps N ...] [--keep DIR]
-        [--doc]
+    speed.py [--workloads NAME[:SECONDS] ...] [--seconds S] [--nodes N] [--gpus N] [--rows N ...] [--qps N ...]
+        [--keep DIR] [--doc]
 
 Each figure is that of a process of its own: user and system seconds once it had started, imported and loaded kernels,
 the most memory it held, and both scans as the unit. The scans sum the bytes of all samples by (node, nic, qpn,
@@ -23,11 +23,13 @@ import time
 from pathlib import Path
 
 import polars as pl
+from rich.console import Console
 from segmentation_doc import markdown, paragraph, write_section
 from simulated_recordings import simulated
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
+from pulse_bpf.judge import findings_of
 from pulse_bpf.store import RecordingWriter, RowsFile
 
 # From the begin of a recording to that of its repetition.
@@ -77,18 +79,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         keep = chosen.keep or Path(scratch)
         shape = f"{chosen.nodes}x{chosen.gpus}"
-        bases = [
-            simulated(keep, "healthy", workload, shape, chosen.seconds, 32, 1)
-            for workload in chosen.workloads
-        ]
+        lasting = {
+            name: float(seconds or chosen.seconds)
+            for name, _, seconds in (text.partition(":") for text in chosen.workloads)
+        }
+        bases = [simulated(keep, "healthy", name, shape, seconds, 32, 1) for name, seconds in lasting.items()]
         small = simulated(keep, "healthy", "dp", *SMALL, 32, 1)
         report(small, small)  # compiles what was not compiled
         made = Path(scratch) / "made"
         text = [_introduction(chosen.seconds, shape)]
         rows = [
-            [workload, *report(base, small)] for workload, base in zip(chosen.workloads, bases, strict=True)
+            [name, f"{seconds:g}", *report(base, small)]
+            for (name, seconds), base in zip(lasting.items(), bases, strict=True)
         ]
-        text += ["### By workload\n", markdown(("workload", *HEADER), rows)]
+        text += ["### By workload\n", markdown(("workload", "s", *HEADER), rows)]
         if chosen.rows:
             rows, verdicts = [], []
             for count in chosen.rows:
@@ -98,7 +102,7 @@ def main() -> None:
                     verdicts.append(judged(made, small))
                 shutil.rmtree(made)
             text += [
-                f"### By length\n\n{chosen.workloads[0]}, cut or repeated in time.\n",
+                f"### By length\n\n{next(iter(lasting))}, cut or repeated in time.\n",
                 markdown(HEADER, rows),
                 f"### To the verdict\n\n{_JUDGED}",
                 markdown(JUDGED, verdicts),
@@ -124,8 +128,8 @@ def main() -> None:
 
 
 _JUDGED = paragraph(
-    """The same, and then localization, which needs the whole table in memory, and copies of parts of it. The longest is
-    left out."""
+    """The same, and then localization, which reads back the columns it needs of the whole table, and makes copies of
+    parts of it. The longest is left out."""
 )
 _DEALT = paragraph(
     """Successive bins of a connection are dealt out to more and more queue pairs: the rows are the same. For fewer, the
@@ -135,15 +139,19 @@ _DEALT = paragraph(
 
 def _introduction(seconds: float, shape: str) -> str:
     return paragraph(
-        f"""{seconds:g} s of healthy jobs on {shape} (nodes x GPUs) in bins of 32 µs. CPU seconds, user and system, from
-        the files to the operators table on disk, beside polars summing the bytes of the same files by (node, nic, qpn,
-        direction) ("strings") and by the integer flow ("flows"), each in a process of its own that did the same on a
-        small recording before. "decoding": the analysis's reading of samples alone, below which no analysis comes that
-        reads them so; it takes times, directions and clear-to-sends as well, while a scan by flow takes two columns.
-        "MB": the most memory held, less what Python and its libraries hold. The table of operators leaves block by
-        block and is never in memory; what grows with a recording are its calls and, of one node after the other, what
-        they were found to move. "B/B": bytes of the operators table as Parquet per byte of samples. On
-        {os.cpu_count()} cores of {_processor()}, polars {pl.__version__}, load average {os.getloadavg()[0]:.0f}."""
+        f"""Healthy jobs on {shape} (nodes x GPUs) in bins of 32 µs, {seconds:g} s each unless told. CPU
+        seconds, user and system, from the files to the operators table on disk, beside polars summing the bytes
+        of the same files by (node, nic, qpn, direction) ("strings") and by the integer flow ("flows"), each in
+        a process of its own that did the same on a small recording before. "decoding": the analysis's reading
+        of samples alone, below which no analysis comes that reads them so; it takes times, directions and
+        clear-to-sends as well, while a scan by flow takes two columns. "MB": the most memory held, less what
+        Python and its libraries hold. The table of operators leaves block by block and is never in memory.
+        What grows with a recording is, of one node after the other, its calls and what they were found to move,
+        which are held to the end: memory is not independent of length, and above decoding, time goes with
+        operators and with windows of time as well as with rows. "B/B": bytes of the operators table as Parquet per
+        byte of samples. On {os.cpu_count()} cores of
+        {_processor()}, polars {pl.__version__},
+        load average {os.getloadavg()[0]:.0f}."""
     )
 
 
@@ -190,16 +198,18 @@ def used(task: str, directory: Path, small: Path) -> tuple[float, float]:
 
 def judged(directory: Path, small: Path) -> list[str]:
     """The line of JUDGED of the recording in `directory`."""
-    recording = load([directory])
-    calls, operators = recording["ops"].height, sum(part.height for part in analysis.rows(recording))
+    calls = pl.scan_parquet(str(directory / "ops" / "*.parquet")).select(pl.len()).collect().item()
     seconds, megabytes = used("verdict", directory, small)
+    operators = directory / "operators.parquet"
+    count = pl.scan_parquet(operators).select(pl.len()).collect().item()
+    operators.unlink()
     print(f"{directory.name}: {seconds} s, {megabytes} MB to the verdict", file=sys.stderr, flush=True)
     return [
         f"{calls:,}",
-        f"{operators:,}",
+        f"{count:,}",
         f"{seconds:.2f}",
         f"{megabytes:.0f}",
-        f"{1e6 * megabytes / operators:.0f}",
+        f"{1e6 * megabytes / count:.0f}",
     ]
 
 
@@ -320,13 +330,14 @@ def _decoding(directory: Path) -> None:
 
 
 def _analysis(directory: Path) -> None:
+    recording = load([directory])
     with RowsFile(directory / "operators.parquet") as file:
-        for rows in analysis.rows(load([directory])):
+        for rows in analysis.rows(recording, analysis.owners(recording)):
             file.append(rows)
 
 
 def _verdict(directory: Path) -> None:
-    analysis.analyze([directory])
+    findings_of([directory], None, Console(quiet=True), directory / "operators.parquet")
 
 
 TASKS = {
