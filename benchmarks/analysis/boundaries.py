@@ -250,12 +250,12 @@ def section(chosen: argparse.Namespace, rows: list[Row]) -> str:
         counts as a byte.
     """
     limit = """
-        What a source cannot tell. "bin µs": the widest of its bins in any of the workloads. "shorter than a bin": of all
-        true operators, in bins of their own recording; the start and end of one such may lie in the same bin as those
-        beside it, and only its volume tells it. "elsewhere": those that neither leave nor reach the
-        port at fault. The source pcc counts what is sent, a repeat like anything else, so that on a lossy link no
-        volume tells where an operator ends. A port with a slow sender may still send what a host, which waited for its
-        own part only, calls done: where such a port is never silent, nothing tells by how much (loops).
+        What a source cannot tell. "bin µs": the widest of its bins in any of the workloads. "shorter than a bin": of
+        all true operators, in bins of their own recording; the start and end of one such may lie in the same bin as
+        those beside it, and only its volume tells it. "elsewhere": those that neither leave nor reach the port at
+        fault. The source pcc counts what is sent, a repeat like anything else, so that on a lossy link no volume tells
+        where an operator ends. A port with a slow sender may still send what a host, which waited for its own part
+        only, calls done: where such a port is never silent, nothing tells by how much (loops).
     """
     by_fault = pooled(rows, "source", "condition", "scenario")
     by_workload = pooled(rows, "workload", "source")
