@@ -131,9 +131,9 @@ def _causes(
 
 def _late(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: bool) -> list[Finding]:
     ranks = lags(aligned, one_clock)
-    lost = tables["coverage"].filter(pl.col("nic").is_null())["lost"]
-    return find_hosts(ranks, one_clock, int(lost.sum())) or find_late(
-        ranks, tables["comms"], tables.get("channels")
+    lost = int(tables["coverage"].filter(pl.col("nic").is_null())["lost"].sum())
+    return find_hosts(ranks, one_clock, lost) or find_late(
+        ranks, tables["comms"], tables.get("channels"), lost
     )
 
 

@@ -19,6 +19,8 @@ SOURCES = tuple(
     (path.name, path.stat().st_mtime, path.stat().st_size)
     for path in sorted(Path(__file__).parent.glob("*.py"))
 )
+# Where what was compiled is kept.
+KEPT_IN: set[str] = set()
 
 
 def compiled(function: F) -> F:
@@ -35,6 +37,7 @@ def compiled(function: F) -> F:
     with suppress(AttributeError):
         kept = made._cache._cache_file
         kept._source_stamp = (kept._source_stamp, SOURCES)
+        KEPT_IN.add(made._cache.cache_path)
     return cast(F, made)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,9 @@ LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
 # Operators in wider bins are known by their bytes; when they were is not known well enough.
 WIDE_BINS_NS = 5_000_000
 # All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, and
-# be seen so often, in so many volleys of calls: often, or less often but clearly.
-ENOUGH = ((0.03, 5.0, 5, 1), (0.02, 10.0, 3, 2), (0.05, 20.0, 1, 1))
+# be seen so often, in so many volleys of calls: often, or less often but clearly. ONCE tells nothing where calls were
+# lost, since one that is missing looks like a wait.
+ENOUGH, ONCE = ((0.03, 5.0, 5, 1), (0.02, 10.0, 3, 2)), (0.05, 20.0, 1, 1)
 # Calls that are further apart are no volley: what comes late to one comes late to all that it called with it.
 VOLLEY_NS = 2_000_000
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
@@ -38,7 +40,9 @@ WAITS = 0.5
 MAX_UNFOUNDED = 0.5
 
 
-def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame | None) -> list[Finding]:
+def find_late(
+    ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame | None, lost: int
+) -> list[Finding]:
     """The machine that comes late to operators by its own doing, which delays all others, by `ranks` (lags).
 
     A rank's lag runs from the end of what its process did before to its first byte sent, on its own clock, and is
@@ -46,13 +50,14 @@ def find_late(ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame |
     end an operator before its last rank has come, so lags longer than the others' operator are no lags. Assumes
     that ranks of one communicator have equal work: what is unequal by the job's own doing moves from rank to rank.
     A rank may send by a neighbour's NIC and process, so that its GPU is named where `comms` and `channels` tell it.
+    Where calls were `lost`, once is not enough.
     """
     window_ns = _window_ns(ranks)
     if not window_ns:
         return []
     compared = excesses(ranks)
     costs, machines = _costs(compared)
-    suspect = _stands_out(machines, costs, window_ns)
+    suspect = _stands_out(machines, costs, window_ns, ENOUGH if lost else (*ENOUGH, ONCE))
     if suspect is None:
         return []
     worst = costs.filter(pl.col("node") == suspect).row(0, named=True)
@@ -286,15 +291,20 @@ def _seldom(late: pl.DataFrame, compared: pl.DataFrame) -> pl.DataFrame:
     return counts.filter(pl.col("times") < often).select(key)
 
 
-def _stands_out(machines: pl.DataFrame, costs: pl.DataFrame, window_ns: int) -> str | None:
-    """The machine that is late by far the most; None when lateness is rare, small or spread."""
+def _stands_out(
+    machines: pl.DataFrame,
+    costs: pl.DataFrame,
+    window_ns: int,
+    enough: Sequence[tuple[float, float, int, int]],
+) -> str | None:
+    """The machine that is late by far the most, and `enough`; None when lateness is rare, small or spread."""
     if machines.is_empty() or machines["seldom"][0] or costs["cost_ns"][0] > 1.05 * window_ns:
         return None
     node, cost_ns, times, volleys = machines.select("node", "cost_ns", "times", "volleys").row(0)
     second_ns = machines["cost_ns"][1] if machines.height > 1 else 0
     clear = any(
         cost_ns >= share * window_ns and cost_ns >= over * second_ns and times >= least and volleys >= apart
-        for share, over, least, apart in ENOUGH
+        for share, over, least, apart in enough
     )
     return str(node) if clear else None
 

@@ -231,7 +231,7 @@ def _of_nics(
             pl.col("flows").explode().unique().sort(),
             pl.col("expected_bytes").sum(),
             pl.col("cut_short").max(),
-            pl.col("paced").first(),
+            pl.col("paced").min(),
         )
         .filter(pl.col("peers") > 1)
         .drop("peers")

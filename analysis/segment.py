@@ -197,6 +197,22 @@ class Volumes:
         )
 
 
+def called_ns(groups: pl.DataFrame, operators: pl.DataFrame, covered: pl.DataFrame, number: int) -> pl.Series:
+    """When the process of each of `groups` made call `number` on its communicator since its node was `covered`.
+
+    The least moment there is where it made fewer, or another process sends for it.
+    """
+    begun = covered.group_by("node").agg(pl.col("from_ns").max())
+    calls = (
+        operators.join(begun, on="node", how="left")
+        .filter((pl.col("call_ns") >= pl.col("from_ns")).fill_null(True))
+        .group_by(*PROCESS, "comm_id")
+        .agg(pl.col("call_ns").sort().get(number - 1, null_on_oob=True))
+    )
+    found = groups.join(calls, on=[*PROCESS, "comm_id"], how="left", maintain_order="left")["call_ns"]
+    return found.fill_null(np.iinfo(np.int64).min)
+
+
 def _shares(groups: pl.DataFrame, direct: pl.DataFrame, where: list[str]) -> pl.DataFrame:
     """group, share: what part of a ring of its communicator each group carries.
 

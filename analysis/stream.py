@@ -14,12 +14,14 @@ from pulse_bpf.analysis import boundaries, curves, grants, outside, pool, walk
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.pool import Found
 from pulse_bpf.analysis.samples import PORT, Batch
-from pulse_bpf.analysis.segment import KEY, PROCESS, Volumes
+from pulse_bpf.analysis.segment import KEY, PROCESS, Volumes, called_ns
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, weighted
 from pulse_bpf.schema import BOOL, F64, I64, STR, U32, U64
 
 # How flows are cut is learned from so much of their traffic, in bins too, then kept.
 WARMUP_NS, WARMUP_BINS = 1_000_000_000, 4096
+# Where a process stood still meanwhile: until it made so many calls, but no longer than so many times that.
+WARMUP_CALLS, PATIENCE = 8, 8
 # Bins at full speed that a window for the bursting rate spans: fewer count packets, more hide short bursts.
 WINDOW_BINS = 2.0
 
@@ -66,8 +68,8 @@ class Cutter:
 
     `flows` (attribute.FLOWS) and `operators` are those of the nodes, `sent` and `operators` as segment.program has
     them; calls outside the time in which their port was `covered` take no bytes. How a flow group is cut is learned
-    from the first WARMUP_NS, or WARMUP_BINS, of the traffic of those that begin within that time; their operators come
-    then.
+    from the first WARMUP_NS, or WARMUP_BINS, of the traffic of those that begin within that time, or WARMUP_CALLS
+    calls; their operators come then.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Cutter:
         # The end of each group's last operator, and the group of each call.
         self._since_ns = np.full(count, NOTHING)
         self._group_of_call = np.zeros(0, np.int64)
+        self._called_ns = called_ns(self._groups, operators, covered, WARMUP_CALLS).to_numpy()
         # What calls and sums are numbered by.
         self._of_call = [pl.DataFrame(schema=CALLS)]
         self._of_sum = [pl.DataFrame(schema=SUMS)]
@@ -196,6 +199,8 @@ class Cutter:
             begins = self._curves.t_ns[self._curves.begin[waiting]]
             warmup_ns = max(WARMUP_NS, WARMUP_BINS * int(self._totals[:, curves.BIN_NS].max()))
             limit_ns = int(begins.min()) + warmup_ns
+            enough_ns = int(self._called_ns[waiting[begins < limit_ns]].max())
+            limit_ns = max(limit_ns, min(enough_ns, int(begins.min()) + PATIENCE * warmup_ns))
             if not final and until_ns < limit_ns:
                 break
             self._learn(waiting[begins < limit_ns], limit_ns)

@@ -230,8 +230,8 @@ def walk(
                 if known:
                     ended_ns = calls.first_ns[follows] if follows < last_op else np.iinfo(np.int64).max
                 else:
-                    ended_ns = until_ns
-                    upto_row = ended(t_ns, until_ns - bin_ns)
+                    ended_ns = min(until_ns, calls.first_ns[follows]) if follows < last_op else until_ns
+                    upto_row = ended(t_ns, ended_ns - bin_ns)
                     at_least = cum[upto_row - 1] if upto_row else base
                 if state.phase[group] == FOLLOW:
                     stop = np.int64(np.rint(state.end[group]))

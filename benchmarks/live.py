@@ -2,7 +2,7 @@
 
     live.py latency [--scenario NAME ...] [--seconds S] [--seed N] [--keep DIR]
     live.py healthy [--seconds S] [--runs N] [--seed N]
-    live.py load [--agents N] [--seconds S]
+    live.py load [--agents N] [--collectors N] [--seconds S]
 
 `latency`: each scenario on 64 simulated GPUs, with a fault that sets in while the job runs. Agents are fed from the
 recording as a session would feed them, with its own clock; a collector judges ten times a second what arrived.
@@ -11,8 +11,9 @@ finding was open, by that clock; what computing adds to it is beside it: the CPU
 of the verdict, which in a cluster are spent by machines of their own. `as analyzed`: whether `pulse analyze` names the
 same of the whole recording.
 `healthy`: recordings without a fault, one seed and job after the other; how many findings opened.
-`load`: a collector as a process of its own, and so many agents, each with a certificate and connection of its own, that
-send twice a second what the agents of a simulated job said, in jobs of eight nodes; its CPU time and memory.
+`load`: collectors as processes of their own, and so many agents, each with a certificate and connection of its own,
+that send twice a second what the agents of a simulated job said, in jobs of `--nodes`; CPU time and memory of receiving
+and storing, and of judging, which other processes do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +66,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--bin-us", type=int, default=32)
     parser.add_argument("--agents", type=int, default=48, help="a multiple of --nodes")
+    parser.add_argument("--collectors", type=int, default=1, help="each of some of the jobs")
     parser.add_argument("--keep", type=Path, help="where scratch files go (default: a temporary directory)")
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=chosen.keep) as scratch:
@@ -154,7 +160,7 @@ def healthy(chosen: argparse.Namespace, scratch: Path) -> None:
 
 
 def load(chosen: argparse.Namespace, scratch: Path) -> None:
-    """Prints what a collector of so many agents needed."""
+    """Prints what collectors of so many agents needed, each of which has some of the jobs."""
     directory = scratch / "recording"
     simulate("healthy", directory, seed=chosen.seed, nodes=chosen.nodes, seconds=chosen.seconds, bin_us=200)
     said = _said(Replay(directory, scratch))
@@ -165,9 +171,79 @@ def load(chosen: argparse.Namespace, scratch: Path) -> None:
     own = authority.issue_cert("localhost")
     (scratch / "own.pem").write_bytes(_pem(own))
     (scratch / "own.key").write_bytes(own.private_key_pem.bytes())
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
+    with ExitStack() as ends:
+        sites = [
+            ends.enter_context(_collecting(scratch, f"state{each}")) for each in range(chosen.collectors)
+        ]
+        links = {}
+        for number, name in enumerate(names):
+            shown = authority.issue_cert(name)
+            site = sites[number // chosen.nodes % len(sites)]
+            links[name] = FlightLink(
+                "localhost", site.port, authority.cert_pem.bytes(), _pem(shown), shown.private_key_pem.bytes()
+            )
+        rounds = min(len(steps) for steps in said.values())
+        ahead_ns = time.time_ns() - said[next(iter(said))][0].until_ns
+        rows = size = 0
+        before, began, late_s = [site.cpu_s() for site in sites], time.monotonic(), 0.0
+        for number in range(rounds):
+            due = began + number * STEP_NS / 1e9
+            time.sleep(max(0.0, due - time.monotonic()))
+            for name in names:
+                job, _, node = name.partition("-")
+                content, final = _renamed(said[node][number], job, ahead_ns)
+                links[name].send(content, 0, time.time_ns())
+                rows, size = rows + final, size + len(content)
+            late_s = max(late_s, time.monotonic() - due)
+        seconds = rounds * STEP_NS / 1e9
+        print(
+            f"{len(names)} agents, {rows / seconds / len(names):.0f} operator rows a second and agent, "
+            f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s of it in "
+            f"{time.monotonic() - began:.0f} s; the last of a round came {late_s:.1f} s late"
+        )
+        for site, (taken, judged) in zip(sites, before, strict=True):
+            taking, judging = (now - then for now, then in zip(site.cpu_s(), (taken, judged), strict=True))
+            verdicts, lag_s = site.exported("verdict_seconds_count"), site.exported("lag_seconds")
+            print(
+                f"collector: {taking:.1f} CPU s to receive and store, {1e6 * taking * len(sites) / rows:.1f} us "
+                f"a row; {judging:.1f} CPU s for {verdicts:.0f} verdicts, the last of them on operators that "
+                f"were {lag_s:.1f} s old; {' + '.join(f'{held:.0f}' for held in site.held_mb())} MB"
+            )
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A running collector, and the processes in which it judges."""
+
+    pid: int
+    port: int
+    metrics: int
+
+    def processes(self) -> list[int]:
+        """Its own, and then those that judge."""
+        children = Path(f"/proc/{self.pid}/task").glob("*/children")
+        below = sorted({int(pid) for path in children for pid in path.read_text().split()})
+        return [self.pid, *(pid for pid in below if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text())]
+
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU seconds of its own, and of those that judge."""
+        own, *others = map(_cpu_s, self.processes())
+        return own, sum(others)
+
+    def held_mb(self) -> list[float]:
+        """Memory of each process."""
+        return [resident_bytes(Path(f"/proc/{pid}/statm")) / 2**20 for pid in self.processes()]
+
+    def exported(self, name: str) -> float:
+        """A value of its metrics."""
+        with urllib.request.urlopen(f"http://localhost:{self.metrics}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        return next(float(line.split()[1]) for line in lines if line.startswith(f"pulse_collector_{name} "))
+
+
+@contextmanager
+def _collecting(scratch: Path, state: str) -> Iterator[_Site]:
+    port, metrics = _free_port(), _free_port()
     command = [
         sys.executable,
         "-m",
@@ -178,41 +254,21 @@ def load(chosen: argparse.Namespace, scratch: Path) -> None:
         "--ca",
         "ca.pem",
     ]
-    command += ["--cert", "own.pem", "--key", "own.key", "--allow", "allow", "--state", "state"]
+    command += ["--cert", "own.pem", "--key", "own.key", "--allow", "allow", "--state", state]
+    command += ["--metrics", f"localhost:{metrics}"]
     with subprocess.Popen(command, cwd=scratch, stderr=subprocess.PIPE, text=True) as collector:
         try:
             assert collector.stderr is not None
             collector.stderr.readline()
-            links = {}
-            for name in names:
-                shown = authority.issue_cert(name)
-                links[name] = FlightLink(
-                    "localhost", port, authority.cert_pem.bytes(), _pem(shown), shown.private_key_pem.bytes()
-                )
-            rounds = min(len(steps) for steps in said.values())
-            ahead_ns = time.time_ns() - said[next(iter(said))][0].until_ns
-            rows = size = 0
-            used, began, late_s = _cpu_s(collector.pid), time.monotonic(), 0.0
-            for number in range(rounds):
-                due = began + number * STEP_NS / 1e9
-                time.sleep(max(0.0, due - time.monotonic()))
-                for name in names:
-                    job, _, node = name.partition("-")
-                    content, final = _renamed(said[node][number], job, ahead_ns)
-                    links[name].send(content, 0, time.time_ns())
-                    rows, size = rows + final, size + len(content)
-                late_s = max(late_s, time.monotonic() - due)
-            seconds = rounds * STEP_NS / 1e9
-            cpu = _cpu_s(collector.pid) - used
-            held_mb = resident_bytes(Path(f"/proc/{collector.pid}/statm")) / 2**20
-            print(
-                f"{len(names)} agents, {rows / seconds / len(names):.0f} operator rows a second and agent, "
-                f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s of it in "
-                f"{time.monotonic() - began:.0f} s: collector {cpu:.1f} CPU s, {cpu / seconds:.2f} cores at pace, "
-                f"{1e6 * cpu / rows:.1f} us a row, {held_mb:.0f} MB; the last of a round came {late_s:.1f} s late"
-            )
+            yield _Site(collector.pid, port, metrics)
         finally:
             collector.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
 
 
 def _said(replay: Replay) -> dict[str, list[wire.Step]]:

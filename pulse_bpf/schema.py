@@ -6,6 +6,7 @@ Source of every column: the recording format document. Version 1 only grows.
 from __future__ import annotations
 
 import hashlib
+from functools import cache
 
 import polars as pl
 
@@ -283,6 +284,7 @@ NCCL_DTYPES: tuple[tuple[str, int], ...] = (
 PER_RANK_KINDS = ("AllGather", "ReduceScatter", "AlltoAll", "Gather", "Scatter")
 
 
+@cache
 def empty(table: str) -> pl.DataFrame:
     """An empty frame of `table`; KeyError when the table is not part of the format."""
     return pl.DataFrame(schema=TABLES[table])

@@ -57,6 +57,7 @@ def status_job(name: str = "4711", **fields: Any) -> dict[str, Any]:
         "groups": [{"kind": "data", "comm_id": "ab-2", "ranks": [0, 1], "nranks": 2, "confidence": 0.95}],
         "verdict": "anomaly",
         "confidence": 0.9,
+        "lag_ns": SECOND_NS,
         "nodes": [
             {"node": "node3", "last_seen_ns": 99 * SECOND_NS, "missing": False, "lost_events": 2},
             {"node": "node4", "last_seen_ns": 60 * SECOND_NS, "missing": True, "lost_events": 0},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -51,7 +52,10 @@ class Cluster:
         for directory in Path("/proc").glob("[0-9]*"):
             with suppress(OSError, ValueError):
                 environment = (directory / "environ").read_bytes()
-                if any(f"TMPDIR={node.tmp}\0".encode() in environment for node in nodes):
+                # With --bootstrap it is a directory below that.
+                if any(
+                    re.search(rb"TMPDIR=%b[\0/]" % re.escape(bytes(node.tmp)), environment) for node in nodes
+                ):
                     found.append(int(directory.name))
         return found
 

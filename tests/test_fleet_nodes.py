@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import stat
 import threading
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pulse_bpf.cli import main
-from pulse_bpf.errors import HOST, USAGE, HostError, UsageError
+from pulse_bpf.errors import HOST, OK, USAGE, HostError, UsageError
 from pulse_bpf.fleet.nodes import is_name, node_set, nodes_of_job, pods_of_label
 from pulse_bpf.fleet.workers import Way
 
@@ -159,6 +160,12 @@ def test_what_kubectl_says_last_is_told_whole(path: Path) -> None:
         (["-w", "a", "--rehearse", ""], "does not begin with /"),
         (["-w", "a", "--rehearse", "job"], "does not begin with /"),
         (["-w", "a", "--topology", "none"], "cannot use the topology none"),
+        (["-w", "a", "--topology", "none", "--bootstrap"], "do not go together"),
+        (["-w", "a", "--pulse", "/opt/pulse", "--bootstrap"], "do not go together"),
+        (["-w", "a", "--bootstrap", "tmp"], "no path of a directory"),
+        (["-w", "a", "--bootstrap", "/tmp/$(x)"], "no path of a directory"),
+        (["-w", "a", "--bootstrap", "/tmp/a\nb"], "no path of a directory"),
+        (["-w", "a", "--bootstrap", "/" + 300 * "a"], "no path of a directory"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(
@@ -169,6 +176,16 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(
     assert main(["investigate", "-o", str(path / "out"), *arguments]) == USAGE
     assert why in capsys.readouterr().err
     assert threading.active_count() == threads
+
+
+def test_a_dry_run_says_what_would_be_sent(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["-w", "a", "-o", str(path / "out"), "--bootstrap", "/run/x", "--dry-run"]
+    assert main(["investigate", *arguments]) == OK
+    told = capsys.readouterr().out
+    assert "/usr/bin/python3 -c" in told
+    assert re.search(r"\d MB unpacked: pulse-trace .*, polars ", told)
+    assert "into a new directory below /run/x, which it removes" in told
+    assert not (path / "out").exists()
 
 
 def test_a_place_that_cannot_be_is_refused_before_anything_runs(

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,10 +55,25 @@ def command(nodes: Cluster, output: Path, *arguments: str | Path) -> list[str]:
     return [str(PULSE), "investigate", *map(str, options), *map(str, arguments)]
 
 
+# A rehearsal on nodes that are checked nevertheless.
+_CHECKED = """
+import dataclasses, sys
+from pulse_bpf import cli
+from pulse_bpf.fleet import investigate
+as_planned = investigate.investigate
+investigate.investigate = lambda plan, *rest: as_planned(dataclasses.replace(plan, checks=True), *rest)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
 @contextmanager
-def running(*arguments: Any) -> Iterator[subprocess.Popen[str]]:
+def running(*arguments: Any, checked: bool = False) -> Iterator[subprocess.Popen[str]]:
+    program, *rest = command(*arguments)
     with subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*([sys.executable, "-c", _CHECKED] if checked else [program]), *rest],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         try:
             yield process
@@ -88,7 +104,15 @@ def doing(nodes: Cluster, name: str, *words: str) -> list[int]:
 
 def recorded(nodes: Cluster, name: str) -> list[Path]:
     """What a node has recorded by now of calls."""
-    return list(nodes.nodes[name].tmp.glob("pulse-agent-*/recording/ops/*.parquet"))
+    return list(nodes.nodes[name].tmp.glob("**/pulse-agent-*/recording/ops/*.parquet"))
+
+
+def without_privilege(directory: Path) -> Path:
+    """A `pulse` that has no capability, as an ordinary user's."""
+    weak = directory / "weak-pulse"
+    weak.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-all --inh-caps=-all {PULSE} "$@"\n')
+    weak.chmod(0o755)
+    return weak
 
 
 def others_attached() -> bool:
@@ -144,19 +168,22 @@ def test_the_slow_node_is_named_by_one_command(tmp_path: Path, job: Path) -> Non
     assert json.loads(again.stdout) == findings
 
 
+@pytest.mark.bcc
 def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: Path) -> None:
     old = tmp_path / "old-pulse"
     old.write_text("#!/bin/sh\necho \"pulse: error: argument VERB: invalid choice: 'node'\" >&2\nexit 2\n")
     old.chmod(0o755)
+    weak = without_privilege(tmp_path)
     output = tmp_path / "out"
     up = [name for name in NODES if name != "node0"]
-    with cluster(tmp_path, up, {"node3": old}) as nodes:
+    with cluster(tmp_path, up, {"node3": old, "node7": weak}) as nodes:
         nodes.add_down("node0")
         os.kill(nodes.nodes["node2"].sshd.pid, signal.SIGSTOP)
         full = nodes.nodes["node5"].tmp
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", full], check=True)
         try:
-            with running(nodes, output, "-w", "node[0-7]", "--rehearse", job, "-d", "2") as process:
+            arguments = (nodes, output, "-w", "node[0-7]", "--rehearse", job, "-d", "2")
+            with running(*arguments, checked=True) as process:
                 await_(lambda: recorded(nodes, "node6"), process, "node6 records")
                 for pid in doing(nodes, "node6", "pulse\0node"):
                     os.kill(pid, signal.SIGKILL)
@@ -167,7 +194,7 @@ def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: 
             subprocess.run(["umount", full], check=True)
     findings = json.loads(stdout)
     reasons = {row["node"]: row["reason"] for row in findings["coverage"]["nodes_missing"]}
-    assert sorted(reasons) == ["node0", "node2", "node3", "node5", "node6"]
+    assert sorted(reasons) == ["node0", "node2", "node3", "node5", "node6", "node7"]
     assert "cannot be reached" in reasons["node0"]
     assert "refused" in reasons["node0"]
     assert "cannot be reached" in reasons["node2"]
@@ -175,9 +202,10 @@ def test_nodes_that_fail_cost_their_own_data_and_are_named(tmp_path: Path, job: 
     assert "too old" in reasons["node3"]
     assert "No space left" in reasons["node5"]
     assert "ended while recording" in reasons["node6"]
+    assert "its check fails: capabilities" in reasons["node7"]
     for node, reason in reasons.items():
         assert f"{node}: {reason}" in stderr
-    # Of eight that go round in a ring, five say nothing: who is at fault is not for the other three to say.
+    # Of eight that go round in a ring, six say nothing: who is at fault is not for the other two to say.
     accused = {item["node"] for item in findings["findings"]}
     assert accused <= {SLOW}
     if findings["verdict"] == "undecided":
@@ -209,7 +237,9 @@ def test_nothing_is_left_on_a_node_when_it_ends_in_the_middle(
 
 
 @pytest.mark.bcc
-@pytest.mark.parametrize("end", ["in time", "Ctrl-C"])
+@pytest.mark.parametrize(
+    "end", ["in time", "Ctrl-C", pytest.param("in time, and Pulse is sent", marks=pytest.mark.long)]
+)
 def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> None:
     """Two nodes that share this kernel both record the one process that calls NCCL: each attaches, and lets go."""
     library = real_nccl()
@@ -223,10 +253,12 @@ def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> N
         in_memory, in_file = entry_bytes(target.pid, library)
         return in_memory != in_file
 
-    with running_program(caller) as target, cluster(tmp_path, NODES[:2]) as nodes:
+    sent = ["--bootstrap"] if end.endswith("sent") else []
+    programs = dict.fromkeys(NODES[:2], tmp_path / "none") if sent else None
+    with running_program(caller) as target, cluster(tmp_path, NODES[:2], programs) as nodes:
         target.begin("0 2000")
-        seconds = "3" if end == "in time" else "100"
-        with running(nodes, output, "-w", "node[0-1]", "-d", seconds) as process:
+        seconds = "100" if end == "Ctrl-C" else "3"
+        with running(nodes, output, "-w", "node[0-1]", "-d", seconds, *sent) as process:
             await_(
                 lambda: armed() and recorded(nodes, "node0") and recorded(nodes, "node1"),
                 process,
@@ -242,8 +274,8 @@ def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> N
         assert nodes.clean_within(CLEAN_WITHIN_S) == []
         _, _, wrong = map(int, target.act().split())
         assert wrong == 0
-    assert process.returncode == (OK if end == "in time" else PARTIAL), stderr
-    if end == "in time":
+    assert process.returncode == (PARTIAL if end == "Ctrl-C" else OK), stderr
+    if end != "Ctrl-C":
         findings = json.loads(stdout)
         assert findings["verdict"] == "undecided", "there is no traffic to judge"
         ops = pl.read_parquet(output / "ops/*.parquet")
@@ -252,11 +284,60 @@ def test_a_running_process_is_recorded_and_let_go(tmp_path: Path, end: str) -> N
         assert starts_ns.max() - starts_ns.min() < 0.1e9  # type: ignore[operator]
 
 
+@pytest.mark.long
+def test_pulse_is_sent_to_nodes_that_lack_it(tmp_path: Path, job: Path) -> None:
+    """One has it taken away in the middle, one has no room; what an earlier run left is removed."""
+    output = tmp_path / "out"
+    with cluster(tmp_path, NODES[:3], dict.fromkeys(NODES[:3], tmp_path / "none")) as nodes:
+        left = nodes.nodes["node0"].tmp / "pulse-bootstrap-left"
+        left.mkdir()
+        full = nodes.nodes["node1"].tmp
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", full], check=True)
+        try:
+            arguments = ("--bootstrap", "-w", "node[0-2]", "--rehearse", job, "-d", "2")
+            with running(nodes, output, *arguments) as process:
+                await_(lambda: recorded(nodes, "node2"), process, "node2 records")
+                for pid in doing(nodes, "node2", "python3\0-c"):
+                    os.kill(pid, signal.SIGTERM)
+                stdout, stderr = process.communicate()
+            assert process.returncode == PARTIAL, stderr
+            assert nodes.clean_within(CLEAN_WITHIN_S) == []
+        finally:
+            subprocess.run(["umount", full], check=True)
+    reasons = {row["node"]: row["reason"] for row in json.loads(stdout)["coverage"]["nodes_missing"]}
+    assert sorted(reasons) == ["node1", "node2"]
+    assert "MB are needed in" in reasons["node1"]
+    assert "ended while recording" in reasons["node2"]
+    audit = json.loads((output / "manifest.json").read_text())["investigation"]["nodes"]
+    assert [row["undone"] for row in audit] == [True, None, True], "of which one had begun nothing"
+    sent = [row["bootstrap"] for row in audit]
+    assert [row["taken_bytes"] == row["bytes"] for row in sent] == [True, False, True]
+    assert "/usr/bin/python3 -c" in audit[0]["command"][-1]
+
+
+def test_nothing_is_left_after_ctrl_c_while_pulse_is_sent(tmp_path: Path, job: Path) -> None:
+    with cluster(tmp_path, NODES[:1], {NODES[0]: tmp_path / "none"}) as nodes:
+        arguments = ("--bootstrap", "-w", "node0", "--rehearse", job)
+        with running(nodes, tmp_path / "out", *arguments) as process:
+            await_(lambda: list(nodes.nodes["node0"].tmp.glob("*/archive")), process, "it is sent")
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+        assert nodes.left() == []
+
+
+def test_where_nothing_began_the_same_command_can_be_given_again(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with cluster(tmp_path, []) as nodes:
+        nodes.add_down("node0")
+        for _ in range(2):
+            done = subprocess.run(command(nodes, output, "-w", "node0"), capture_output=True, text=True)
+            assert done.returncode == NO_DATA
+            assert "node0: it cannot be reached" in done.stderr
+    assert not list(output.iterdir())
+
+
 def test_a_node_without_privilege_is_named_with_what_it_lacks(tmp_path: Path) -> None:
-    weak = tmp_path / "weak-pulse"
-    weak.write_text(f'#!/bin/sh\nexec setpriv --bounding-set=-all --inh-caps=-all {PULSE} "$@"\n')
-    weak.chmod(0o755)
-    with cluster(tmp_path, ["node0"], {"node0": weak}) as nodes:
+    with cluster(tmp_path, ["node0"], {"node0": without_privilege(tmp_path)}) as nodes:
         arguments = command(nodes, tmp_path / "out", "-w", "node0")
         done = subprocess.run(arguments, capture_output=True, text=True)
         assert nodes.clean_within(CLEAN_WITHIN_S) == []

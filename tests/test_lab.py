@@ -19,6 +19,8 @@ from pulse_bpf.errors import OK
 pytestmark = [pytest.mark.rxe, pytest.mark.timeout(900)]
 
 HOSTS = 4
+# Longer than a bin, shorter than the compute between operators.
+QUIET_NS = 4_000_000
 SCENARIOS = ("healthy", "slow-nic", "loss", "kill")
 CALL = ["kind", "count", "dtype", "comm_id", "rank", "peer", "seq"]
 
@@ -111,6 +113,10 @@ def test_older_queue_pairs_are_listed_with_owner_and_peer(runs: dict[str, Run]) 
                 assert row["peer_gid"] == f"::ffff:10.9.0.{connection['peer'] + 1}"
 
 
+def _is_quiet(samples: pl.DataFrame, at_ns: int) -> bool:
+    return samples.filter(pl.col("t_ns").is_between(at_ns - 2 * QUIET_NS, at_ns)).is_empty()
+
+
 @pytest.mark.parametrize("name", ["healthy", "slow-nic", "loss"])
 def test_bytes_per_queue_pair_without_repeats_are_what_the_workers_sent(
     runs: dict[str, Run], name: str
@@ -123,19 +129,20 @@ def test_bytes_per_queue_pair_without_repeats_are_what_the_workers_sent(
     for rank in range(HOSTS):
         described, said = run.worker(rank)
         qpns = {connection["peer"]: connection["send_qpn"] for connection in described["connections"]}
-        inside = said.filter((pl.col("call_ns") > first_ns) & (pl.col("done_ns") < last_ns))
-        # Whole operators, from a quiet moment to a quiet moment: this worker sends only inside its operators.
-        begin_ns, end_ns = inside["call_ns"].min(), inside["done_ns"].max()
+        mine = samples.filter(
+            pl.col("node") == f"host{rank + 1}", pl.col("direction") == "tx", pl.col("bytes") > 0
+        )
+        # Whole steps, which begin with this call. What a worker has sent may wait in the shaper for a while.
+        begins = said.filter(
+            pl.col("kind") == "ReduceScatter", pl.col("call_ns").is_between(first_ns, last_ns)
+        )
+        quiet = [begin for begin in begins["call_ns"] if _is_quiet(mine, begin)]
+        begin_ns, end_ns = quiet[0], quiet[-1]
         sent: dict[int, int] = {}
-        for volumes in inside["sent"]:
+        for volumes in said.filter(pl.col("call_ns").is_between(begin_ns, end_ns, closed="left"))["sent"]:
             for peer, volume in volumes.items():
                 sent[int(peer)] = sent.get(int(peer), 0) + (volume or 0)
-        mine = samples.filter(
-            pl.col("node") == f"host{rank + 1}",
-            pl.col("direction") == "tx",
-            pl.col("t_ns") + pl.col("bin_ns") > begin_ns,
-            pl.col("t_ns") < end_ns,
-        )
+        mine = mine.filter(pl.col("t_ns").is_between(begin_ns - QUIET_NS, end_ns - QUIET_NS))
         for peer, qpn in qpns.items():
             own = mine.filter(qpn=qpn).select(pl.col("bytes").sum() - pl.col("retx_bytes").sum()).item()
             assert own == sent[peer], f"{name}: rank {rank} to {peer}"

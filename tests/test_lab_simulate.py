@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from polars.exceptions import ComputeError
 
@@ -32,6 +33,7 @@ SMALL = ["--nodes", "2", "--gpus", "1", "--seconds", "0.02", "--seed", "1"]
         (["nic-slow", "--bin-us", "10000000"], "--bin-us must be from 1"),
         (["nic-slow", "--seed", "-1"], "--seed must be from 0"),
         (["nic-slow", "--nodes", "1000000"], "--nodes must be from 1 to 64000"),
+        (["nic-slow", "--nodes", "gpu$(x)"], "is no set of nodes"),
         (["nic-slow", "--gpus", "300"], "--gpus must be from 1 to 256"),
         (["nic-slow", "--qps", "3000000000"], "--qps must be from 1 to 128"),
         (["nic-slow", "--scale", "nan"], "scale nan of a model"),
@@ -48,6 +50,16 @@ def test_what_cannot_be_is_told_in_one_line(
     assert said in told
     assert len(told.splitlines()) == 1
     assert not output.exists()
+
+
+def test_nodes_are_called_as_they_are_said_to_be(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert main(["lab", "simulate", "nic-slow", "-o", str(output), *SMALL, "--nodes", "gpu[009-010]"]) == OK
+    names = {"gpu009", "gpu010"}
+    for files in ("nodes.parquet", "qps.parquet", "ops/*.parquet"):
+        assert set(pl.read_parquet(output / files)["node"]) == names, files
+    (fault,) = json.loads((output / "truth.json").read_text())["faults"]
+    assert {fault["node"], fault["peer_node"]} == names
 
 
 def test_an_output_in_use_is_refused_before_anything_runs(

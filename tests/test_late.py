@@ -70,8 +70,8 @@ def _table(rows: list[dict[str, object]]) -> pl.DataFrame:
     )
 
 
-def _late(rows: pl.DataFrame) -> list[tuple[str | None, int]]:
-    found = find_late(lags(align(rows), True), empty("comms"), None)
+def _late(rows: pl.DataFrame, lost: int = 0) -> list[tuple[str | None, int]]:
+    found = find_late(lags(align(rows), True), empty("comms"), None, lost)
     return [(finding.node, int(finding.lost_ns or 0)) for finding in found]
 
 
@@ -89,6 +89,8 @@ def test_nobody_is_named_when_all_are_equally_late() -> None:
 def test_a_single_long_delay_is_enough_when_nobody_else_has_any() -> None:
     rows = _rows(late_ns=lambda rank, step: 15 * MS if (rank, step) == (1, 5) else 0)
     assert _late(rows) == [("node1", 15 * MS)]
+    # A call that was lost looks like one.
+    assert _late(rows, lost=1) == []
     elsewhere = _rows(late_ns=lambda rank, step: {(1, 5): 15 * MS, (3, 8): 12 * MS}.get((rank, step), 0))
     assert _late(elsewhere) == []
 

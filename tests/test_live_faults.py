@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import time
 from pathlib import Path
 
 import polars as pl
@@ -14,6 +17,7 @@ from pulse_bpf.analysis.load import load
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.live import judging
 from pulse_bpf.live.collector import Collector, steady_clock
+from pulse_bpf.live.judges import Judge
 from pulse_bpf.live.security import LinkError
 
 S = 1_000_000_000
@@ -163,6 +167,67 @@ def test_a_job_that_the_analysis_cannot_take_is_undecided_and_says_why(
         ["the analysis failed: ValueError: what is this?"],
     )
     assert (replay.events, replay.collector.log.open()) == ([], [])
+
+
+def test_verdicts_are_made_in_a_process_that_may_die_and_that_keeps_to_its_share(
+    healthy: Path, tmp_path: Path
+) -> None:
+    replay = Replay(healthy, tmp_path)
+    replay.run(replay.now_ns + 3 * S)
+    (job,) = replay.collector._jobs.values()
+    job.until_ns = 0
+    case = replay.collector._next_case()
+    assert case is not None
+    job.busy, job.until_ns = False, 0
+    judge = Judge(0.5)
+    try:
+        judge._process.kill()
+        assert replay.collector.judge_next(judge) == []
+        assert replay.collector.status()["jobs"][0]["verdict"] == "undecided"
+        job.until_ns = 0
+        began, cpu_s = time.monotonic(), judge_cpu_s(judge)
+        assert replay.collector.judge_next(judge) == []
+        judge.rest(lambda: False)
+        assert judge_cpu_s(judge) - cpu_s < 0.5 * (time.monotonic() - began) + 0.1
+        assert judge(case) == judging.judge(case)
+        assert replay.collector.status()["jobs"][0]["verdict"] == "healthy"
+    finally:
+        judge.close()
+
+
+def test_the_job_that_waited_longest_is_judged_next_and_how_late_it_is_is_told(
+    healthy: Path, tmp_path: Path
+) -> None:
+    """Two jobs of one collector, each of which agents go on to tell of."""
+    replay = Replay(healthy, tmp_path)
+    replay.collector.judge = list  # type: ignore[method-assign,assignment]
+    replay.run(replay.now_ns + 3 * S)
+    (name, job), now_ns = next(iter(replay.collector._jobs.items())), replay.now_ns
+    replay.collector._jobs["other"] = dataclasses.replace(job)
+    taken = []
+
+    def note(case: judging.Case) -> judging.Verdict:
+        taken.append(case.job)
+        # While it is judged no other thread takes it.
+        assert replay.collector._jobs[case.job].busy
+        return judging.failed(ValueError("none"))
+
+    assert replay.collector.lag_ns == 0
+    for seconds in (1, 2, 6):
+        assert replay.collector.judge_next(note) == []
+        replay.now_ns = now_ns + seconds * S
+        for view in replay.collector._views.values():
+            view.until_ns, view.seen_ns = view.until_ns + S, replay.now_ns
+    assert taken == [name, "other", name]
+    lag_ns = {each["job"]: each["lag_ns"] for each in replay.collector.status()["jobs"]}
+    assert lag_ns["other"] - lag_ns[name] == S
+    assert replay.collector.lag_ns == lag_ns["other"] > 5 * S
+
+
+def judge_cpu_s(judge: Judge) -> float:
+    """CPU seconds of the process that judges, user and system."""
+    fields = Path(f"/proc/{judge._process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_step_of_the_wall_clock_is_none_of_the_collectors() -> None:

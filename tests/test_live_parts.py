@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import polars as pl
@@ -17,10 +18,11 @@ from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
 from pulse_bpf.errors import DataError, HostError
 from pulse_bpf.lab.sim.simulate import simulate
-from pulse_bpf.live import agent, wire
+from pulse_bpf.live import agent, judging, wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.jobs import MEMBERS, members
 from pulse_bpf.live.recorder import FlightRecorder
+from pulse_bpf.live.security import LinkError
 from pulse_bpf.live.spool import Spool
 from pulse_bpf.live.storage import STORED, Store, safe
 from pulse_bpf.live.view import View
@@ -147,24 +149,86 @@ def heard(spool: str, sequence: int, until_ns: int) -> wire.Step:
 def test_a_view_holds_the_last_seconds_without_a_gap() -> None:
     view = View()
     for number in range(10):
-        view.take(heard("one", number, (10 + number) * S), number * S, number * S, 3 * S)
+        view.take(heard("one", number, (10 + number) * S), number * S, number * S, 3 * S, 3 * S)
     assert (view.since_ns, view.until_ns, view.rows("operators").height) == (int(7.5 * S), 19 * S, 4)
     assert view.coverage()["lost"].to_list() == [3]
     # One that is missing begins anew; one that comes again changes nothing, nor what an earlier start left.
-    view.take(heard("one", 11, 21 * S), 11 * S, 11 * S, 3 * S)
+    view.take(heard("one", 11, 21 * S), 11 * S, 11 * S, 3 * S, 3 * S)
     assert (view.since_ns, view.rows("operators").height) == (21 * S, 1)
-    view.take(heard("one", 11, 21 * S), 11 * S, 11 * S, 3 * S)
-    view.take(heard("older", 3, 15 * S), 11 * S, 11 * S, 3 * S)
+    view.take(heard("one", 11, 21 * S), 11 * S, 11 * S, 3 * S, 3 * S)
+    view.take(heard("older", 3, 15 * S), 11 * S, 11 * S, 3 * S, 3 * S)
     assert (view.spool, view.rows("operators").height) == ("one", 1)
     # So does a clock that jumped.
-    view.take(heard("one", 12, 3622 * S), 3612 * S, 12 * S, 3 * S)
+    view.take(heard("one", 12, 3622 * S), 3612 * S, 12 * S, 3 * S, 3 * S)
     assert (view.since_ns, view.skew_ns, view.rows("operators").height) == (3622 * S, -3600 * S, 1)
 
 
-def test_each_operator_is_cut_once_and_as_from_the_whole_recording(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("every_s", "judged_s"), [(0.25, 4), (2.0, 32), (0.9, 16)])
+def test_of_slow_jobs_more_of_the_past_is_judged(
+    every_s: float, judged_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where only a few operators end in the usual seconds, there would never be a verdict."""
+    views = []
+    for node in ("a", "b"):
+        view = View()
+        for second in range(60):
+            until_ns = (second + 1) * S
+            calls = [ns for n in range(400) if second * S <= (ns := int(n * every_s * S)) < until_ns]
+            rows = {"node": [node], "pid": [1], "comm_id": ["c-2"], "level": ["flow"], "nranks": [2]}
+            operators = frame(
+                wire.SENT_OPERATORS,
+                **{name: value * len(calls) for name, value in rows.items()},  # type: ignore[arg-type]
+                op_seq=[int(ns // (every_s * S)) for ns in calls],
+                program_pos=[int(ns // (every_s * S)) for ns in calls],
+                call_ns=calls,
+                last_byte_ns=[ns + S // 10 for ns in calls],
+                end_ns=[ns + S // 10 for ns in calls],
+                final=[True] * len(calls),
+            )
+            tables = {
+                "nodes": frame(NODES, node=[node]),
+                "operators": operators,
+                "coverage": frame(COVERAGE, node=[node], first_ns=[0], last_ns=[until_ns], lost=[0]),
+            }
+            view.take(wire.Step(node, second, until_ns, tables), 0, 0, 8 * S, 36 * S)
+        views.append(view)
+    seen = []
+    monkeypatch.setattr(analysis, "conclude", lambda recording, operators, flows: seen.append(operators))
+    monkeypatch.setattr(judging, "judged", lambda *_: judging.Judgement())
+    known = frame(MEMBERS, node=["a", "b"], pid=[1, 1], comm_id=["c-2", "c-2"], job=["job", "job"])
+    judging.judge(judging.Case("job", known, views, 60 * S, 0, frozenset(), judging.LONGEST_NS))
+    assert seen[0]["call_ns"].min() >= (60 - judged_s) * S
+    assert seen[0]["call_ns"].min() < (60 - judged_s + every_s) * S
+
+
+def test_many_operators_are_held_no_longer_than_they_are_judged() -> None:
+    view = View()
+    step = heard("one", 0, S)
+    many = step.tables["operators"].sample(1000, with_replacement=True)
+    for number in range(30):
+        tables = {**step.tables, "operators": many}
+        view.take(wire.Step("one", number, (10 + number) * S, tables), 0, 0, 3 * S, 60 * S)
+    assert view.rows("operators").height == 4999 // 1000 * 1000
+
+
+def _seldom(measure: Callable[[], bool], late: int) -> Callable[[], bool]:
+    numbers = count()
+
+    def now_and_then() -> bool:
+        number = next(numbers)
+        return (number < 4 or number % late == 0) and measure()
+
+    return now_and_then
+
+
+@pytest.mark.parametrize("late", [1, 5])
+def test_each_operator_is_cut_once_and_as_from_the_whole_recording(late: int, tmp_path: Path) -> None:
+    """Also by an agent that comes to it `late` times as seldom as it should, without a CPU to spare."""
     directory = tmp_path / "recording"
-    simulate("healthy", directory, seed=3, nodes=2, gpus=2, seconds=5.0, bin_us=200)
+    simulate("healthy", directory, seed=3, nodes=2, gpus=2, seconds=7.0, bin_us=200)
     replay = Replay(directory, tmp_path)
+    for player in replay.players.values():
+        player.agent.measure = _seldom(player.agent.measure, late)  # type: ignore[method-assign]
     replay.run()
     live = pl.concat([pl.read_parquet(part) for part in (tmp_path / "collector/jobs").glob("*/*/*.parquet")])
     key = ["node", "pid", "comm_id", "op_seq", "level", "direction", "nic", "peer_rank"]
@@ -172,6 +236,9 @@ def test_each_operator_is_cut_once_and_as_from_the_whole_recording(tmp_path: Pat
     whole, _ = analysis.measure(load([directory]))
     both = live.join(whole, on=key, nulls_equal=True, suffix="_whole")
     assert both.height == live.height > 500
+    assert live.filter(pl.col("op_seq").is_not_null()).unique(key[:4]).height == (
+        live.group_by(key[:3]).agg(pl.col("op_seq").max() + 1)["op_seq"].sum()
+    )
     for name in ("program_pos", "call_ns", "start_ns", "end_ns", "bytes", "expected_bytes"):
         assert both.filter(pl.col(name).ne_missing(pl.col(f"{name}_whole"))).height == 0, name
 
@@ -235,3 +302,37 @@ def test_beyond_its_budget_an_agent_makes_bins_wider_and_says_so(
     held = 10**8
     steps(4, 3)
     assert said[1:] == ["within its budget again; bins are 1 times as wide as recorded"]
+
+
+def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_path: Path) -> None:
+    said: list[str] = []
+    away: list[str] = []
+
+    class Link:
+        def send(self, content: bytes, oldest: int, sent_ns: int) -> dict[str, object]:
+            if away:
+                raise LinkError("cannot talk to the collector", away[0])
+            return {"acked": {}, "again": False, "state": False, "peers": -1, "raw": []}
+
+    one = Agent(
+        Link(),  # type: ignore[arg-type]
+        Spool(tmp_path / "spool", 10**6, 10**6),
+        FlightRecorder(tmp_path / "raw", 3.0, 10**6),
+        AMPLE,
+        lambda: 0,
+        CollectorRegistry(),
+        said.append,
+    )
+    one.replace("nodes", frame(NODES, node=["a"]))
+    for second, why in enumerate((None, "refused", "refused", "hung up", "refused", None, None, "refused")):
+        away[:] = [why] if why else []
+        seen = frame(COVERAGE, node=["a"], first_ns=[0], last_ns=[(second + 1) * S], lost=[0])
+        one.replace("coverage", seen)
+        assert one.measure()
+        assert one.send() is not bool(away)
+    assert said == [
+        "cannot talk to the collector: refused",
+        "cannot talk to the collector: hung up",
+        "the collector works again; batches that wait: 6",
+        "cannot talk to the collector: refused",
+    ]

@@ -2,98 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import polars as pl
+import pyarrow as pa
+import pyarrow.flight as flight
 import pytest
-import trustme
-from live import compiled, real_nccl, running
-from live_server import pem
+from live import running
+from live_site import NOW_NS, Site, calling_nccl, known, step, wait_for, waiting, watching
 
 from pulse_bpf.analysis.metrics import OPERATORS
-from pulse_bpf.elf import Elf
-from pulse_bpf.errors import PulseError
 from pulse_bpf.live import wire
 from pulse_bpf.live.agent import resident_bytes
-from pulse_bpf.live.client import FlightLink
-from pulse_bpf.probes.identity import ACCESSORS, rank_offset
-from pulse_bpf.schema import NODES
-
-PULSE = [sys.executable, "-m", "pulse_bpf"]
-NOW_NS = 1_800_000_000_000_000_000
-
-
-class Site:
-    """Certificates of a collector and one agent, as files, and a port that was free."""
-
-    def __init__(self, root: Path, node: str) -> None:
-        self.root, self.node = root, node
-        self.authority = trustme.CA()
-        self.state = root / "collector"
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            self.port = free.getsockname()[1]
-        (root / "ca.pem").write_bytes(self.authority.cert_pem.bytes())
-        (root / "allow").write_text(f"{node} agent\n")
-        for name in ("localhost", node):
-            certificate = self.authority.issue_cert(name)
-            (root / f"{name}.pem").write_bytes(pem(certificate))
-            (root / f"{name}.key").write_bytes(certificate.private_key_pem.bytes())
-
-    def tls(self, name: str) -> list[str | Path]:
-        return [
-            *(
-                "--ca",
-                self.root / "ca.pem",
-                "--cert",
-                self.root / f"{name}.pem",
-                "--key",
-                self.root / f"{name}.key",
-            )
-        ]
-
-    @contextmanager
-    def collecting(self) -> Iterator[subprocess.Popen[str]]:
-        """A running `pulse collect`."""
-        command = [*PULSE, "collect", "--listen", f"localhost:{self.port}", "--allow", self.root / "allow"]
-        command += ["--state", self.state, *self.tls("localhost")]
-        with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stderr is not None
-                assert "listening" in process.stderr.readline()
-                yield process
-            finally:
-                process.kill()
-
-    def link(self) -> FlightLink:
-        files = (self.root / name for name in ("ca.pem", f"{self.node}.pem", f"{self.node}.key"))
-        return FlightLink("localhost", self.port, *(path.read_bytes() for path in files))
-
-
-def step(node: str, sequence: int) -> bytes:
-    """Number `sequence` of what an agent says: one operator."""
-    known = {
-        "node": node,
-        "pid": 7,
-        "comm_id": "c-2",
-        "op_seq": sequence,
-        "call_ns": NOW_NS + sequence,
-        "final": True,
-    }
-    operators = pl.DataFrame(
-        {name: pl.Series([known.get(name)], dtype=dtype) for name, dtype in wire.SENT_OPERATORS.items()}
-    )
-    nodes = pl.DataFrame([(node, "ptp", 0, "", "")], schema=NODES, orient="row")
-    tables = {"operators": operators, "nodes": nodes}
-    return wire.packed(wire.encode(wire.Step("spool", sequence, NOW_NS, tables)))
+from pulse_bpf.live.client import TIMEOUT_S
 
 
 def test_a_collector_that_is_killed_stores_each_batch_once(tmp_path: Path) -> None:
@@ -125,43 +49,29 @@ def test_a_collector_that_is_killed_stores_each_batch_once(tmp_path: Path) -> No
     assert rows.select(OPERATORS.names()).height == sent + 1
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> list[str | Path]:
-    """The command of a program that calls ncclAllReduce of the real NCCL at the pace it is told."""
-    library = real_nccl()
-    with Elf(library) as elf:
-        code = {name: elf.code(function) for name, function in elf.functions(ACCESSORS).items()}
-        rank_at = rank_offset(code, elf.machine)
-    return [compiled("nccl_loop.c", tmp_path, "-ldl"), library, str(rank_at), "ncclAllReduce"]
-
-
-@contextmanager
-def watching(site: Site, pids: list[int]) -> Iterator[subprocess.Popen[str]]:
-    """A running `pulse agent` that watches these processes."""
-    hosts = site.root / "hosts.json"
-    hosts.write_text(json.dumps([{"node": site.node, "pids": pids, "devices": []}]))
-    command = [*PULSE, "agent", "--hosts", hosts, "--collector", f"localhost:{site.port}"]
-    command += ["--state", site.root / "agent", *site.tls(site.node)]
-    with subprocess.Popen(list(map(str, command)), stderr=subprocess.PIPE, text=True) as agent:
-        try:
-            yield agent
-            agent.terminate()
-            agent.wait(60)
-        finally:
-            agent.kill()
-
-
-def waiting(site: Site) -> int:
-    """How many steps wait on the agent's disk."""
-    return len(list((site.root / "agent" / "spool").glob("*.step")))
+def test_a_collector_ends_though_a_client_stands_still_in_the_middle_of_a_call(tmp_path: Path) -> None:
+    site = Site(tmp_path, "node0")
+    with site.collecting() as process:
+        link = site.link()
+        link.send(step("node0", 0), 0, NOW_NS)
+        writer, _ = link._client.do_put(
+            flight.FlightDescriptor.for_path("step"), wire.unpacked(step("node0", 1)).schema, link._options
+        )
+        began = time.monotonic()
+        process.terminate()
+        assert process.wait(60) == 0
+        # It would be told after TIMEOUT_S at the earliest.
+        assert time.monotonic() - began < TIMEOUT_S
+        with pytest.raises(pa.ArrowException):
+            writer.close()
+    parts = [pl.read_parquet(part) for part in site.state.glob("jobs/*/*/*.parquet")]
+    assert pl.concat(parts)["op_seq"].to_list() == [0]
 
 
 @pytest.mark.bcc
-def test_an_agent_watches_a_program_and_outlives_its_collector(
-    program: list[str | Path], tmp_path: Path
-) -> None:
+def test_an_agent_watches_a_program_and_outlives_its_collector(tmp_path: Path) -> None:
     site = Site(tmp_path, "node0")
-    with running(program) as target:
+    with running(calling_nccl(tmp_path)) as target:
         target.begin("0 500")
         with watching(site, [target.pid]) as agent:
             # There is no collector yet: what it has to say waits on its disk.
@@ -180,10 +90,8 @@ def test_an_agent_watches_a_program_and_outlives_its_collector(
 
 @pytest.mark.bcc
 @pytest.mark.long
-def test_an_agent_of_eight_busy_processes_stays_within_its_budgets(
-    program: list[str | Path], tmp_path: Path
-) -> None:
-    site, seconds = Site(tmp_path, "node0"), 30.0
+def test_an_agent_of_eight_busy_processes_stays_within_its_budgets(tmp_path: Path) -> None:
+    site, seconds, program = Site(tmp_path, "node0"), 30.0, calling_nccl(tmp_path)
     with ExitStack() as stack:
         targets = [stack.enter_context(running(program)) for _ in range(8)]
         for target in targets:
@@ -206,20 +114,3 @@ def cpu_s(pid: int) -> float:
     """CPU seconds of a process, user and system, all threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def known(site: Site) -> set[int]:
-    """The processes that the collector has on its disk."""
-    try:
-        state = wire.decode(wire.unpacked((site.state / "agents" / "node0.step").read_bytes()))
-    except (OSError, PulseError):
-        return set()
-    return set(state.tables["processes"]["pid"])
-
-
-def wait_for(what: object, agent: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not what():  # type: ignore[operator]
-        assert agent.poll() is None, agent.stderr and agent.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

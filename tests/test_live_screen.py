@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from textual.pilot import Pilot
 from textual.widgets import DataTable
 
-from pulse_bpf.errors import HostError
+from pulse_bpf.cli import main
+from pulse_bpf.errors import NO_DATA, HostError
 from pulse_bpf.live.screen import Screen
 from pulse_bpf.live.status_text import job_text, sparkline
 
@@ -204,3 +206,17 @@ def test_lines_of_curves_fit(label: str, columns: int) -> None:
     lines = job_text(job, 0, columns).split("\n")
     (line,) = (line for line in lines if "█" in line.plain)
     assert line.cell_len <= columns
+
+
+def test_a_verdict_that_comes_late_is_told_to() -> None:
+    assert "too much to judge" not in job_text(status_job(), 0, 80).plain
+    late = job_text(status_job(lag_ns=75 * 1_000_000_000), 0, 80).plain
+    assert "This is how it was 0:01:15 ago: the collector has too much to judge" in late
+    assert "too much" not in job_text(status_job(lag_ns=None), 0, 80).plain
+
+
+def test_no_process_of_those_named_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    assert main(["watch", "--once", "-p", str(ended.pid)]) == NO_DATA
+    assert f"process {ended.pid} cannot be observed: it has ended" in capsys.readouterr().err

@@ -75,6 +75,13 @@ def test_who_is_listed_gets_in_and_nobody_else(tmp_path: Path) -> None:
             assert_shut_out(there, there.shown(certificate))
 
 
+def test_who_shows_no_certificate_is_told_that_one_is_wanted(tmp_path: Path) -> None:
+    with served(tmp_path, "node0 agent\n") as there:
+        for certificate in (None, there.certificate("node0", expired=True)):
+            with pytest.raises(LinkError, match=r"no certificate, or one that is expired"):
+                there.shown(certificate).send(step("node0"), 0, NOW_NS)
+
+
 def test_a_name_that_is_taken_off_the_list_is_refused_at_once_and_while_connected(tmp_path: Path) -> None:
     with served(tmp_path, "node0 agent\n") as there:
         link = there.link("node0")
@@ -158,7 +165,7 @@ def test_raw_samples_go_nowhere_but_where_they_were_asked_for(
 
 def test_tokens_in_place_of_certificates(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
-    tokens.write_text("node0 0123456789abcdef\nnode1 fedcba9876543210\n")
+    tokens.write_text("# who\nnode0 0123456#89abcdef # of the lab\nnode1 fedcba9876543210\n")
     tokens.chmod(0o600)
     with served(tmp_path / "there", "node0 agent\n", tokens) as there:
         ca = there.authority.cert_pem.bytes()
@@ -166,10 +173,10 @@ def test_tokens_in_place_of_certificates(tmp_path: Path) -> None:
         def link(token: str | None) -> FlightLink:
             return FlightLink("localhost", there.port, ca, None, None, token)
 
-        link("0123456789abcdef").send(step("node0"), 0, NOW_NS)
+        link("0123456#89abcdef").send(step("node0"), 0, NOW_NS)
         there.collector._views.clear()
         # A wrong one, none, and one whose name is not listed.
-        for token in ("0123456789abcdee", None, "fedcba9876543210"):
+        for token in ("0123456#89abcdee", "0123456", None, "fedcba9876543210"):
             assert_shut_out(there, link(token))
 
 

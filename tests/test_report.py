@@ -217,6 +217,17 @@ def test_the_command_writes_a_page_and_only_reads_the_recording(
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_a_page_for_stdout_is_there_and_in_no_file(
+    slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", str(slow), "-o", "-"]) == OK
+    captured = capsys.readouterr()
+    assert captured.out.startswith("<!doctype html>")
+    assert "the report is written" in captured.err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_cannot_be_is_told_in_one_line(
     slow: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

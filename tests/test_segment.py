@@ -62,6 +62,34 @@ def test_a_recording_that_begins_inside_an_operator_shifts_nothing(begin: int) -
     assert found["end_error"].max() <= 1
 
 
+@pytest.mark.parametrize("begin", [200, 377])
+def test_a_job_that_stands_still_just_after_the_recording_began_is_cut_as_any_other(begin: int) -> None:
+    """As after a checkpoint, here with a card's meter that says only a while later that it counts.
+
+    For longer than it otherwise takes to learn how traffic is cut, there is one call, and bytes of several.
+    """
+    job = recordings.run(steps=10, kinds=("AllReduce", "AllReduce", "Group"), seed=5)
+    step = next(tick for tick, _, number, _ in sorted(job.calls) if tick > begin + 60 and number % 3 == 1)
+    still_ns, paused_ns = 5_000_000_000, T0_NS + step * BIN_NS
+
+    def moved(time: str, by_ns: int) -> pl.Expr:
+        return pl.col(time) + pl.when(pl.col(time) >= paused_ns).then(by_ns).otherwise(0)
+
+    frames = recordings.tables(job, begin)
+    times = {"samples": "t_ns", "ops": "call_ns", "coverage": "last_ns"}
+    frames |= {name: frames[name].with_columns(moved(time, still_ns)) for name, time in times.items()}
+    last_ns = frames["ops"].filter(pl.col("call_ns") < paused_ns)["call_ns"].max()
+    late = pl.when(pl.col("source") == "packets").then(pl.lit(last_ns) - 5 * BIN_NS).otherwise("first_ns")
+    frames["coverage"] = frames["coverage"].with_columns(first_ns=late)
+    operators = operators_of(frames).with_columns(
+        moved(time, -still_ns) for time in ("call_ns", "start_ns", "end_ns")
+    )
+    found = errors(job, operators).filter(pl.col("tick") >= step)
+    assert found.height > 200
+    assert found["missing"].abs().max() == 0
+    assert found["end_error"].max() <= 1
+
+
 def test_lost_samples_spoil_only_their_operator() -> None:
     job = recordings.run(steps=8, seed=1)
     frames = recordings.tables(job)

@@ -6,8 +6,9 @@ import io
 import json
 import queue
 import resource
+import signal
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 from pulse_bpf import __version__
 from pulse_bpf.errors import DataError, HostError
 from pulse_bpf.fleet import wire
+from pulse_bpf.fleet.bootstrap import PIECE_BYTES, Archive
+from pulse_bpf.fleet.investigate import _Interruption
 from pulse_bpf.fleet.sessions import Sessions
 from pulse_bpf.fleet.workers import Event
 
@@ -119,7 +122,8 @@ def test_a_node_that_greets_wrongly_is_out_of_it(
         (127, "sh: pulse: not found", "no such pulse"),
         (2, "pulse: error: argument VERB: invalid choice: 'node' (choose from check)", "too old"),
         (1, "sudo: a password is required", "does not start (exit status 1): sudo: a password is required"),
-        (137, "", "does not start (exit status 137)"),
+        (137, "", "its pulse ended without a word (exit status 137)"),
+        (0, "", "its pulse ended without a word (exit status 0)"),
         (255, "\x1b[31mbad\x07", "cannot be reached: ?[31mbad?"),
     ],
 )
@@ -233,6 +237,74 @@ def test_a_connection_that_ends_is_named_with_what_was_going_on(double: Double, 
     assert sessions.nodes["b"].late
 
 
+SENT_BYTES = 2 * PIECE_BYTES + 100
+
+
+@pytest.fixture
+def supplied(double: Double, tmp_path: Path) -> Iterator[tuple[Archive, dict[str, bytes]]]:
+    """Pulse to be sent, and what has been sent of it, to each node."""
+    content = bytes(range(251)) * (SENT_BYTES // 251 + 1)
+    got = {"a": b"", "b": b""}
+
+    def take(nodes: Sequence[str], data: bytes) -> None:
+        for node in nodes:
+            got[node] += data
+
+    double.tell = take  # type: ignore[method-assign]
+    with (tmp_path / "archive").open("w+b") as file:
+        file.write(content[:SENT_BYTES])
+        file.flush()
+        yield Archive(file, SENT_BYTES, "", b"begin\n"), got
+
+
+def _asks(double: Double, node: str, *at_bytes: int) -> None:
+    for number in at_bytes:
+        double.say(node, wire.line("got", {"bytes": number}))
+
+
+def test_pulse_is_sent_in_pieces_that_nodes_ask_for(
+    double: Double, sessions: Sessions, supplied: tuple[Archive, dict[str, bytes]]
+) -> None:
+    archive, got = supplied
+    for node in ("a", "b"):
+        _asks(double, node, 0, PIECE_BYTES, 2 * PIECE_BYTES, SENT_BYTES)
+    sessions.supply(archive, 5)
+    whole = b"begin\n" + Path(archive.file.name).read_bytes()
+    assert got == {"a": whole, "b": whole}
+    double.end("a", 1, "ImportError: libc is too old")
+    double.hello("b")
+    assert reason(sessions).endswith("while testing (exit status 1): ImportError: libc is too old")
+
+
+@pytest.mark.parametrize("at_bytes", [[PIECE_BYTES], [0, 0], [0, 2 * PIECE_BYTES], [-1], [0, 1 << 80]])
+def test_a_node_that_asks_for_what_is_not_its_turn_is_out_of_it(
+    double: Double, sessions: Sessions, supplied: tuple[Archive, dict[str, bytes]], at_bytes: list[int]
+) -> None:
+    archive, _ = supplied
+    _asks(double, "a", *at_bytes)
+    _asks(double, "b", 0, PIECE_BYTES, 2 * PIECE_BYTES, SENT_BYTES)
+    sessions.supply(archive, 5)
+    assert "it sent what was not asked for" in (sessions.nodes["a"].reason or "")
+    assert sessions.nodes["b"].reason is None
+
+
+def test_a_node_that_takes_nothing_more_is_out_of_it(
+    double: Double, sessions: Sessions, supplied: tuple[Archive, dict[str, bytes]]
+) -> None:
+    archive, _ = supplied
+    _asks(double, "a", 0)
+    _asks(double, "b", 0, PIECE_BYTES, 2 * PIECE_BYTES, SENT_BYTES)
+    sessions.supply(archive, 0.3)
+    assert "took nothing for" in (sessions.nodes["a"].reason or "")
+    assert sessions.nodes["b"].reason is None
+
+
+def test_who_was_sent_nothing_may_not_ask_for_it(double: Double, sessions: Sessions) -> None:
+    double.hello("b")
+    _asks(double, "a", 0)
+    assert "it sent what was not asked for" in reason(sessions)
+
+
 def test_the_clock_of_a_node_is_as_sure_as_its_quickest_answer(double: Double, sessions: Sessions) -> None:
     for node in ("a", "b"):
         double.hello(node)
@@ -253,3 +325,18 @@ def test_the_clock_of_a_node_is_as_sure_as_its_quickest_answer(double: Double, s
     assert abs(a.offset_ns - ahead_ns) <= a.error_ns
     assert b.error_ns is not None
     assert abs(b.offset_ns) <= b.error_ns
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_waits_until_what_was_begun_can_be_ended(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with _Interruption() as interruption:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+        interruption.hold()
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            interruption.let()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+    assert signal.getsignal(number) is before

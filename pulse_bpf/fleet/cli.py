@@ -40,6 +40,14 @@ def add_commands(verbs: Any) -> None:
     reach.add_argument("--worker", choices=("ssh", "slurm", "k8s"), default="ssh", help="default: ssh")
     reach.add_argument("--pulse", default="pulse", metavar="PATH", help="the program there (default: pulse)")
     reach.add_argument(
+        "--bootstrap",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="send Pulse to nodes that do not have it, into a new directory below DIR there (default: $TMPDIR"
+        " or /tmp), which is removed at the end",
+    )
+    reach.add_argument(
         "--sudo", action="store_true", help="run it there by sudo, which must ask for no password"
     )
     reach.add_argument("--ssh-config", type=Path, metavar="FILE", help="in place of your own (ssh -F)")
@@ -67,7 +75,7 @@ def _node(_arguments: argparse.Namespace) -> int:
 
 
 def _investigate(arguments: argparse.Namespace) -> int:
-    from pulse_bpf.fleet import nodes
+    from pulse_bpf.fleet import bootstrap, nodes
     from pulse_bpf.fleet.investigate import Plan, investigate
     from pulse_bpf.fleet.workers import Way
     from pulse_bpf.watch import Selection
@@ -76,6 +84,10 @@ def _investigate(arguments: argparse.Namespace) -> int:
         raise UsageError("--bin-us must be from 10 to 10000")
     if not _PROGRAM.fullmatch(arguments.pulse):
         raise UsageError(f"--pulse {arguments.pulse[:60]!r} is no path of a program")
+    program: tuple[str, ...] = (arguments.pulse, "node")
+    if arguments.bootstrap is not None:
+        _check_bootstrap(arguments)
+        program = bootstrap.COMMAND
     if (arguments.worker == "k8s") != (arguments.label is not None):
         raise UsageError("--worker k8s and --label go together")
     if arguments.worker != "ssh" and (arguments.ssh_config or arguments.topology):
@@ -105,7 +117,7 @@ def _investigate(arguments: argparse.Namespace) -> int:
         nodes=tuple(names),
         way=Way(
             worker=arguments.worker,
-            command=(*(["sudo", "-n"] if arguments.sudo else []), arguments.pulse, "node"),
+            command=(*(["sudo", "-n"] if arguments.sudo else []), *program),
             connect_s=10.0,
             ssh_config=arguments.ssh_config,
             job=arguments.job,
@@ -119,8 +131,29 @@ def _investigate(arguments: argparse.Namespace) -> int:
         patience_s=arguments.patience,
         raw=arguments.raw,
         checks=arguments.rehearse is None,
+        bootstrap=arguments.bootstrap,
     )
     if arguments.dry_run:
         write("\n".join(plan.told()))
         return OK
     return investigate(plan, _notices, arguments.json)
+
+
+def _check_bootstrap(arguments: argparse.Namespace) -> None:
+    """UsageError for what it does not go with, and for a directory that is none."""
+    if arguments.topology:
+        raise UsageError(
+            "--bootstrap and --topology do not go together",
+            "a gateway hands all it gets to all its nodes, so that each would get the archives of all of them",
+            "Leave --topology out, or install Pulse on the nodes",
+        )
+    if arguments.pulse != "pulse":
+        raise UsageError("--bootstrap and --pulse do not go together", "Pulse is there, or it is sent there")
+    if arguments.bootstrap and not (
+        arguments.bootstrap.startswith("/") and _PROGRAM.fullmatch(arguments.bootstrap)
+    ):
+        raise UsageError(
+            f"--bootstrap {arguments.bootstrap[:60]!r} is no path of a directory",
+            "",
+            "Give one that begins with /",
+        )

@@ -8,8 +8,6 @@ import shlex
 import shutil
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,7 +21,8 @@ from pulse_bpf.analysis import attribute, plots
 from pulse_bpf.analysis.load import load
 from pulse_bpf.analysis.text import render
 from pulse_bpf.errors import OK, PARTIAL, DataError
-from pulse_bpf.fleet import parts
+from pulse_bpf.fleet import bootstrap, parts, unpack
+from pulse_bpf.fleet.bootstrap import Archive
 from pulse_bpf.fleet.nodes import by_reason, folded
 from pulse_bpf.fleet.progress import Board
 from pulse_bpf.fleet.sessions import Node, Sessions
@@ -50,7 +49,8 @@ class Plan:
     """What to do: reach `nodes` by `way`, have each run `record` for `seconds`, and write all into `output`.
 
     `record` are arguments of `pulse`. Each step of a node may last `patience_s` longer than it must. `raw` brings all
-    samples, `checks` asks each node first whether it can record.
+    samples, `checks` asks each node first whether it can record. Where `bootstrap` is not None, Pulse itself is sent to
+    all nodes first, to be unpacked below that directory, or below their own for temporary files where it is empty.
     """
 
     nodes: tuple[str, ...]
@@ -61,13 +61,15 @@ class Plan:
     patience_s: float
     raw: bool
     checks: bool
+    bootstrap: str | None
 
     def told(self) -> list[str]:
         """What exactly would run where, in lines."""
-        agent = " ".join(self.way.command)
+        agent = " ".join(self.way.command) if self.bootstrap is None else "pulse node"
         lines = [f"on {node}: {shlex.join(self.way.on_node(node))}" for node in self.nodes]
         lines += [
             "",
+            *self._bootstrap_told(),
             f"{agent} runs there, one after the other, in a private directory that it removes:",
             *(["  pulse check --json"] if self.checks else []),
             f"  pulse {shlex.join(self.record)} -o DIR --start-at - (one moment for all, once all are attached)",
@@ -77,6 +79,15 @@ class Plan:
             f"here: {self.output} is made, with the recording and {REPORT}",
         ]
         return lines
+
+    def _bootstrap_told(self) -> list[str]:
+        if self.bootstrap is None:
+            return []
+        return [
+            f"python3 reads there {unpack.__file__}, and this takes one archive:",
+            f"  {bootstrap.contents().told()}",
+            f"  into a new directory below {self.bootstrap or '$TMPDIR, or /tmp'}, which it removes at the end.",
+        ]
 
 
 def investigate(plan: Plan, console: Console, as_json: bool) -> int:
@@ -89,7 +100,14 @@ def investigate(plan: Plan, console: Console, as_json: bool) -> int:
     writer = RecordingWriter(plan.output)
     with explained(plan.output):
         plan.output.mkdir(parents=True, exist_ok=True)
-    with _interrupted_by_sigterm(), Board(console) as board:
+    with _Interruption() as interruption, Board(console) as board:
+        archive = None
+        if plan.bootstrap is not None:
+            board.say("packing Pulse")
+            # What comes from the distribution alone.
+            modules = {"bcc": "python3-bpfcc"} if plan.checks else {}
+            archive = bootstrap.pack(bootstrap.contents(), plan.output, plan.bootstrap, modules)
+        interruption.hold()
         connections = Connections(plan.nodes, plan.way)
         sessions = Sessions(
             connections,
@@ -100,13 +118,16 @@ def investigate(plan: Plan, console: Console, as_json: bool) -> int:
             lambda path, host: _place(plan.output, path, host),
             lambda: board.show(sessions.nodes.values()),
         )
-        audit = _Audit(writer, plan, sessions)
+        audit = _Audit(writer, plan, sessions, archive)
         try:
-            judged = _gather(plan, sessions, audit, board)
+            interruption.let()
+            judged = _gather(plan, sessions, audit, board, archive)
         except BaseException:
             board.say("ending what was begun on the nodes")
             _part(sessions, board)
-            audit.store()
+            # Where nothing began, what is mended can be tried again with the same command.
+            if any(node.begun for node in sessions.nodes.values()):
+                audit.store()
             raise
         finally:
             connections.close()
@@ -122,9 +143,13 @@ def investigate(plan: Plan, console: Console, as_json: bool) -> int:
     return PARTIAL if failed or judged.recording.damaged else OK
 
 
-def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board) -> Judged:
+def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board, archive: Archive | None) -> Judged:
     """Everything that concerns the nodes; afterwards nothing runs there any more."""
     patience_s = plan.patience_s
+    if archive is not None:
+        board.say(f"sending Pulse, {archive.size_bytes / 1e6:.0f} MB to each node")
+        sessions.supply(archive, plan.way.connect_s + patience_s)
+        sessions.wait("hello", "unpacking Pulse", patience_s)
     sessions.wait("hello", "connecting", plan.way.connect_s + patience_s)
     sessions.ask_clocks(patience_s)
     if plan.checks:
@@ -252,8 +277,10 @@ def _parquet(frame: pl.DataFrame) -> bytes:
 class _Audit:
     """The manifest of the merged recording: what was run on each node, and what became of it."""
 
-    def __init__(self, writer: RecordingWriter, plan: Plan, sessions: Sessions) -> None:
-        self._writer, self._plan, self._sessions = writer, plan, sessions
+    def __init__(
+        self, writer: RecordingWriter, plan: Plan, sessions: Sessions, archive: Archive | None
+    ) -> None:
+        self._writer, self._plan, self._sessions, self._archive = writer, plan, sessions, archive
 
     def store(self) -> None:
         """Writes it as of now."""
@@ -274,6 +301,7 @@ class _Audit:
             "command": self._plan.way.on_node(node.name),
             "recorded_by": ["pulse", *self._plan.record],
             "pulse": node.version or None,
+            "bootstrap": self._sent(node),
             "start_ns": node.start_ns,
             "late": node.late,
             "clock_offset_ns": node.offset_ns if node.error_ns is not None else None,
@@ -281,19 +309,46 @@ class _Audit:
             "bytes": node.received_bytes,
             "warnings": node.warnings[:20],
             "failed": node.reason,
-            "undone": None if not node.agent else node.ended in (OK, PARTIAL),
+            "undone": None if not node.begun else node.ended in (OK, PARTIAL),
+        }
+
+    def _sent(self, node: Node) -> dict[str, Any] | None:
+        """Of Pulse itself."""
+        if self._archive is None:
+            return None
+        return {
+            "sha256": self._archive.sha256,
+            "bytes": self._archive.size_bytes,
+            "taken_bytes": node.taken_bytes,
         }
 
 
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM does what Ctrl-C does."""
+class _Interruption:
+    """SIGTERM does what Ctrl-C does; both wait from `hold` to `let`, so that nothing is begun that nobody ends."""
 
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    def __init__(self) -> None:
+        self._held = self._came = False
 
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    def __enter__(self) -> _Interruption:
+        self._before = {
+            number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def hold(self) -> None:
+        self._held = True
+
+    def let(self) -> None:
+        """KeyboardInterrupt where one of them came meanwhile."""
+        self._held = False
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+        self._came = True

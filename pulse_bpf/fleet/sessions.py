@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import re
 import shutil
@@ -15,6 +16,7 @@ from pulse_bpf import __version__
 from pulse_bpf.analysis.text import printable
 from pulse_bpf.errors import DataError
 from pulse_bpf.fleet import wire
+from pulse_bpf.fleet.bootstrap import PIECE_BYTES, Archive
 from pulse_bpf.fleet.nodes import is_name
 from pulse_bpf.fleet.workers import Connections, Event
 from pulse_bpf.store import explained
@@ -32,7 +34,8 @@ class Node:
     """A node by the `name` that it was asked for by, and what is known of it; out of it once there is a `reason`.
 
     `host` is the name that it has itself, and in its recording. Its clock is `offset_ns` ahead of this machine's, give
-    or take `error_ns`. `asked` is the last step that it was asked for, `done` are those that it has finished.
+    or take `error_ns`. `asked` is the last step that it was asked for, `done` are those that it has finished. Of Pulse
+    itself, where it is sent, it has `taken_bytes`, the last of them at `taken_s` of the monotonic clock.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Node:
     offset_ns: int = 0
     error_ns: int | None = None
     start_ns: int | None = None
+    taken_bytes: int | None = None
+    taken_s: float = 0.0
     late: bool = False
     received_bytes: int = 0
     said: bytes = b""
@@ -52,6 +57,11 @@ class Node:
     warnings: list[str] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
     ended: int | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether something of ours ran there, and has something to undo."""
+        return bool(self.agent) or self.taken_bytes is not None
 
 
 class Sessions:
@@ -77,11 +87,37 @@ class Sessions:
         self._incoming = directory / "incoming"
         self._files, self._accept, self._place, self._show = files, accept, place, show
         self._unpackers: dict[str, wire.Unpacker] = {}
+        self._archive: Archive | None = None
 
     @property
     def live(self) -> list[Node]:
         """The nodes that nothing is wrong with."""
         return [node for node in self.nodes.values() if node.reason is None]
+
+    def supply(self, archive: Archive, seconds: float) -> None:
+        """Sends Pulse itself to all nodes, piece by piece; a node that takes nothing for so long is out of it."""
+        self._archive = archive
+        for node in self.nodes.values():
+            node.phase, node.taken_s = "taking Pulse", time.monotonic()
+        self._connections.tell([*self.nodes], archive.begin)
+        while waiting := [node for node in self.live if node.taken_bytes != archive.size_bytes]:
+            self._pump(0.25)
+            for node in waiting:
+                if time.monotonic() - node.taken_s > seconds:
+                    self.fail(node, f"it took nothing for {seconds:.0f} s while Pulse was sent to it")
+
+    def _next_piece(self, node: Node, taken_bytes: int) -> None:
+        """Sends the next piece to a node that has all before it; ValueError where it says anything else."""
+        archive, before = self._archive, node.taken_bytes
+        if archive is None:
+            raise ValueError("got")
+        if taken_bytes != (0 if before is None else min(before + PIECE_BYTES, archive.size_bytes)):
+            raise ValueError(f"it has {taken_bytes} bytes")
+        node.taken_bytes, node.taken_s = taken_bytes, time.monotonic()
+        node.note = f"{taken_bytes / 1e6:.0f} of {archive.size_bytes / 1e6:.0f} MB"
+        if taken_bytes < archive.size_bytes:
+            piece = os.pread(archive.file.fileno(), PIECE_BYTES, taken_bytes)
+            self._connections.tell([node.name], piece)
 
     def wait(self, step: str, phase: str, seconds: float) -> list[Node]:
         """Waits until all live nodes have done `step`, at most so long; those that have. The others are out of it."""
@@ -122,11 +158,11 @@ class Sessions:
         """Has all agents end, and waits for that so long; those that have not said so by then."""
         self._connections.finish([*self.nodes])
         until = time.monotonic() + seconds
-        while any(node.agent and node.ended is None for node in self.nodes.values()):
+        while any(node.begun and node.ended is None for node in self.nodes.values()):
             if time.monotonic() >= until:
                 break
             self._pump(0.25)
-        return [node for node in self.nodes.values() if node.agent and node.ended is None]
+        return [node for node in self.nodes.values() if node.begun and node.ended is None]
 
     def close(self) -> None:
         """Removes what was not placed."""
@@ -177,6 +213,8 @@ class Sessions:
             node.received_bytes += len(message.data)
         elif word == "note":
             node.note = printable(str(content["text"]))[:100]
+        elif word == "got":
+            self._next_piece(node, int(content["bytes"]))
         elif word == "hello" and not node.agent:
             self._meet(node, content)
         elif word == "clock":
@@ -269,12 +307,17 @@ class Sessions:
         """In an admin's words, why a connection ended before its time."""
         said = [text.strip() for text in node.said.decode(errors="replace").splitlines() if text.strip()]
         last = printable(said[-1]) if said else ""
-        if node.agent:
+        if node.begun:
             return f"the connection ended while {node.phase} (exit status {node.ended}){': ' if last else ''}{last}"
         if node.ended == 255:
             return f"it cannot be reached: {last or 'ssh fails'}"
+        program = "pulse" if self._archive is None else "python3"
+        if node.ended == 127 and program == "python3":
+            return "it has no /usr/bin/python3: install it, or Pulse, there"
         if node.ended == 127:
-            return "it has no such pulse: install it there, or say with --pulse where it is"
+            return "it has no such pulse: install it there, say with --pulse where it is, or give --bootstrap"
         if node.ended == 2 and "invalid choice" in node.said.decode(errors="replace"):
             return f"its pulse is of another version, too old to be asked, than {__version__} here: install the same"
-        return f"its pulse does not start (exit status {node.ended}): {last}"
+        if not last:
+            return f"its {program} ended without a word (exit status {node.ended})"
+        return f"its {program} does not start (exit status {node.ended}): {last}"

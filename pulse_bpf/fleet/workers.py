@@ -127,7 +127,7 @@ class Connections:
         self._order(partial(self._open, tuple(nodes), way))
 
     def tell(self, nodes: Sequence[str], text: bytes) -> None:
-        """Sends lines to the agents on some nodes; through a tree they go to all, and say whom they mean."""
+        """Sends lines to the agents on some nodes; through a tree others get them, too, so they say whom they mean."""
         self._order(partial(self._send, tuple(nodes), text))
 
     def finish(self, nodes: Sequence[str]) -> None:
@@ -169,15 +169,25 @@ class Connections:
 
     def _send(self, nodes: Sequence[str], text: bytes | None) -> None:
         """Lines to the agents on `nodes`, or the end of all lines."""
-        if self._everyone is None:
-            workers = [self._workers[node] for node in nodes]
-        else:
-            workers = [self._everyone] if text is not None or len(nodes) == self._count else []
+        if self._everyone is not None and len(nodes) < self._count:
+            if text is not None:
+                self._send_through_gateways(nodes, text)
+            return
+        workers = [self._workers[node] for node in nodes] if self._everyone is None else [self._everyone]
         for worker in workers:
             if text is None:
                 worker.set_write_eof()
             else:
                 worker.write(text)
+
+    def _send_through_gateways(self, nodes: Sequence[str], text: bytes) -> None:
+        """Lines for some nodes of a tree: to their gateways alone, each of which hands them to all its own nodes."""
+        tree = self._everyone
+        for direct in tree.workers:
+            direct.write(text)
+        for gateway, behind in tree.gwtargets.items():
+            if not behind.isdisjoint(nodes):
+                self._task._pchannel(gateway, tree).write(nodes=behind, buf=text, worker=tree)
 
 
 def _let_open(files: int) -> None:

@@ -23,7 +23,9 @@ def add_commands(commands: Any) -> None:
     simulate.add_argument("scenario", metavar="SCENARIO", help="see: pulse lab scenarios")
     simulate.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
     simulate.add_argument("--seed", type=int, help="decides all chance (default: random)")
-    simulate.add_argument("--nodes", type=int, default=8)
+    simulate.add_argument(
+        "--nodes", default="8", help="how many (default: 8), or which, as a node set: gpu[001-008]"
+    )
     simulate.add_argument("--gpus", type=int, default=8, help="of each node, each with a NIC (default: 8)")
     simulate.add_argument("--workload", metavar="W", help="default: the scenario's first")
     simulate.add_argument("--severity", type=float, metavar="X", help="default: the scenario's own")
@@ -58,11 +60,14 @@ def add_commands(commands: Any) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    from pulse_bpf.fleet.nodes import node_set
     from pulse_bpf.lab.sim.identity import MOST_GPUS, MOST_NODES
     from pulse_bpf.lab.sim.simulate import simulate
 
+    names = [] if arguments.nodes.isdecimal() else node_set(arguments.nodes)
+    nodes = len(names) or int(arguments.nodes)
     for option, value, least, most in (
-        ("--nodes", arguments.nodes, 1, MOST_NODES),
+        ("--nodes", nodes, 1, MOST_NODES),
         ("--gpus", arguments.gpus, 1, MOST_GPUS),
         ("--seed", arguments.seed, 0, _LARGEST_SEED),
         ("--qps", arguments.qps, 1, _MOST_QPS),
@@ -78,7 +83,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
             arguments.scenario,
             arguments.output,
             seed=seed,
-            nodes=arguments.nodes,
+            nodes=nodes,
             gpus=arguments.gpus,
             workload=arguments.workload,
             severity=arguments.severity,
@@ -90,6 +95,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
             scale=arguments.scale,
             qps_per_connection=arguments.qps,
             pxn=not arguments.no_pxn,
+            names=names,
         )
     except (MemoryError, OverflowError) as error:
         raise HostError(

@@ -27,6 +27,8 @@ PEERS_EVERY_NS, GREETING_NS = 1_000_000_000, 10_000_000_000
 PATIENCE, WIDEST = 6, 64
 # Narrower again when for so many steps no more than this share of the budget was used.
 CALM, CALM_STEPS = 0.4, 120
+# Of a trouble that lasts, no more reasons than these are told.
+MOST_REASONS = 20
 
 
 class Link(Protocol):
@@ -94,7 +96,7 @@ class Agent:
         self._peers: dict[str, pl.DataFrame] | None = None
         self._wants_state = False
         self._allowance, self._allowed_s = float(budget.sent_bytes_per_s), time.monotonic()
-        self._said: set[str] = set()
+        self._troubles: dict[str, set[str]] = {}
         self._lost = 0
 
     def append(self, table: str, frame: pl.DataFrame) -> None:
@@ -161,12 +163,13 @@ class Agent:
                 self._allowance -= entry.size
                 answer = self._link.send(content, self._spool.oldest(entry.spool), self._clock())
                 self._sent = -1 if answer["again"] else entry.order
+                self._say("the collector", None)
                 self._learn(answer)
         except PulseError as error:
             # All that is not known to have arrived is sent again.
             self._sent = -1
             self.metrics.send_failures.inc()
-            self._say(str(error))
+            self._say("the collector", str(error))
             return False
         return True
 
@@ -234,15 +237,19 @@ class Agent:
             self._lost = lost
         if "processes" in tables:
             self.metrics.processes.set(tables["processes"]["gone_ns"].null_count())
-        for refused in (self._spool.refused, self._recorder.refused):
-            if refused:
-                self._say(refused)
+        self._say("the spool", self._spool.refused)
+        self._say("the flight recorder", self._recorder.refused)
 
-    def _say(self, text: str) -> None:
-        """Tells of a trouble once."""
-        if text not in self._said and len(self._said) < 100:
-            self._said.add(text)
-            self._tell(text)
+    def _say(self, part: str, trouble: str | None) -> None:
+        """Tells of a trouble once while it lasts, for each of its reasons, and when it is over (None)."""
+        if trouble is None:
+            if self._troubles.pop(part, None):
+                self._tell(f"{part} works again; batches that wait: {len(self._spool)}")
+            return
+        told = self._troubles.setdefault(part, set())
+        if trouble not in told and len(told) < MOST_REASONS:
+            told.add(trouble)
+            self._tell(trouble)
 
 
 def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:

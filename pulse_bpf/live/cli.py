@@ -83,6 +83,13 @@ def add_commands(verbs: Any) -> None:
         metavar="GB",
         help="raw samples of findings (default: 20)",
     )
+    collect.add_argument(
+        "--judge-cores",
+        type=seconds,
+        default=1.0,
+        metavar="N",
+        help="of CPU time for verdicts, beyond which they come later (default: 1)",
+    )
     collect.add_argument("--metrics", type=address, metavar="HOST:PORT", help="answer GET /metrics there")
     collect.add_argument("--webhook", metavar="URL", help="post each event about a finding there")
     collect.add_argument("--alertmanager", metavar="URL", help="tell this Alertmanager what is open")
@@ -165,6 +172,9 @@ def _link(arguments: argparse.Namespace) -> FlightLink:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
+    # Read when polars is first imported, also by the processes that judge: tables of a job are small.
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+
     from prometheus_client import CollectorRegistry
 
     from pulse_bpf.live.claim import claimed
@@ -193,14 +203,18 @@ def _collect(arguments: argparse.Namespace) -> int:
         if arguments.metrics:
             cleanup.callback(serve(registry, *arguments.metrics).shutdown)
         _tell(f"listening on {host}:{server.port}; Ctrl-C ends it")
-        run_collector(
+        ended = run_collector(
             collector,
             server,
             arguments.keep_hours,
             arguments.evidence_gb * 1024 * _MB,
+            arguments.judge_cores,
             [hook.send for hook in hooks],
             _tell,
         )
+    if not ended:
+        # All is on disk, and gRPC would wait for clients that stand still.
+        os._exit(OK)
     return OK
 
 

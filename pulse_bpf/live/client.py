@@ -18,6 +18,8 @@ from pulse_bpf.live.server import RAW, RAW_PIECE_BYTES
 from pulse_bpf.live.status import Json
 
 TIMEOUT_S = 10.0
+# How gRPC tells of a server that refuses a certificate: TLS 1.3 says so only after the client is done.
+_HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
 
 
 class FlightLink:
@@ -41,15 +43,9 @@ class FlightLink:
         self._options = flight.FlightCallOptions(timeout=TIMEOUT_S, headers=headers)
         # It writes to the terminal what the exceptions say as well.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        self._tls = {"tls_root_certs": ca, "cert_chain": cert, "private_key": key}
         with self._explained():
-            self._client = flight.connect(
-                f"grpc+tls://{self._address}",
-                tls_root_certs=ca,
-                cert_chain=cert,
-                private_key=key,
-                # A collector that is back is found within seconds.
-                generic_options=[("grpc.max_reconnect_backoff_ms", 2000)],
-            )
+            self._client = self._connect()
 
     def send(self, content: bytes, oldest: int, sent_ns: int) -> Json:
         """Sends a step; the collector's answer."""
@@ -105,6 +101,14 @@ class FlightLink:
                 result.body.to_pybytes() for result in self._client.do_action(action, self._options)
             )
 
+    def _connect(self) -> Any:
+        return flight.connect(
+            f"grpc+tls://{self._address}",
+            # A collector that is back is found within seconds. Clients would share a connection, also one that is dead.
+            generic_options=[("grpc.max_reconnect_backoff_ms", 2000), ("grpc.use_local_subchannel_pool", 1)],
+            **self._tls,
+        )
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         what = f"cannot talk to the collector at {self._address}"
@@ -113,6 +117,9 @@ class FlightLink:
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
             raise LinkError(what, "it does not let this client in", "See its list of clients") from error
         except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, flight.FlightTimedOutError):
+                # What is between may have forgotten the connection, which TCP takes a quarter of an hour to notice.
+                self._client = self._connect()
             why = _without_grpc(str(error))[:300] or type(error).__name__
             raise LinkError(what, why, "Is it running, and are the certificates valid?") from error
 
@@ -120,4 +127,7 @@ class FlightLink:
 def _without_grpc(text: str) -> str:
     """The first line of an error, without what only gRPC's developers read."""
     line = text.partition("\n")[0].partition(". gRPC client debug context")[0]
-    return line.rpartition("with message: ")[2].rpartition("last error: ")[2]
+    line = line.rpartition("with message: ")[2].rpartition("last error: ")[2]
+    if any(each in line for each in _HUNG_UP):
+        return f"{line.strip()}, as where it is shown no certificate, or one that is expired or signed by another"
+    return line

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -18,37 +17,33 @@ from pulse_bpf.live import jobs, judging, wire
 from pulse_bpf.live.cutting import PEERS
 from pulse_bpf.live.findings_log import Event, FindingsLog
 from pulse_bpf.live.metrics import CollectorMetrics
-from pulse_bpf.live.status import Json, Judgement, Node, document, of_job
+from pulse_bpf.live.peers import peers
+from pulse_bpf.live.status import Json, Node, document, of_job
 from pulse_bpf.live.storage import STORED, Store
-from pulse_bpf.live.view import View
+from pulse_bpf.live.view import MISSING_NS, View
 from pulse_bpf.schema import TABLES
 
-# An agent that said nothing for so long is missing; one that is further behind the others is not waited for.
-MISSING_NS, BEHIND_NS = 5_000_000_000, 2_000_000_000
+# An agent that is further behind the others is not waited for.
+BEHIND_NS = 2_000_000_000
 # A job of which nothing was heard for so long is over.
 OVER_NS = 600_000_000_000
-# Operators stay in memory for longer than they are judged: agents are not all equally far.
-HELD_NS = judging.WINDOW_NS + 2 * BEHIND_NS
+# Operators stay in memory for longer than they are judged: agents are not all equally far. Where they are few they may
+# have to be judged with those before them.
+HELD_NS, SPARSE_NS = judging.WINDOW_NS + 2 * BEHIND_NS, judging.LONGEST_NS + 2 * BEHIND_NS
 # Raw samples are asked for of so many nodes, from so long before a finding, and no more than so much of one node.
 MOST_NODES, BEFORE_NS, MOST_RAW_BYTES = 8, 5_000_000_000, 1024 * 1024 * 1024
 MOST_SPOOLS = 64
 NO_JOB = "none"
+Judge = Callable[[judging.Case], judging.Verdict]
+_NO_ROWS = pl.DataFrame(schema=STORED)
 _RAW = re.compile(r"manifest\.json|([a-z_]+)(/[0-9]{6})?\.parquet")
-
-
-@dataclass
-class _Job:
-    members: pl.DataFrame
-    judgement: Judgement = field(default_factory=Judgement)
-    until_ns: int = 0
-    heard_ns: int = 0
 
 
 class Collector:
     """Everything about the jobs of a cluster, or a part of it, in the memory of one process and under `root`.
 
     `clock` gives ns since the epoch and never jumps. `write` is how files are written. All methods may be called by
-    several threads; `commit` and `judge` by one each.
+    several threads, but `commit` by one.
     """
 
     def __init__(
@@ -65,7 +60,7 @@ class Collector:
         self._began_ns = clock()
         self._lock = threading.RLock()
         self._views: dict[str, View] = {}
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, jobs.Job] = {}
         self._members = pl.DataFrame(schema=jobs.MEMBERS)
         self._pending: list[tuple[str, wire.Step]] = []
         self._marks = {agent: dict(of) for agent, of in self.store.marks.items()}
@@ -108,7 +103,7 @@ class Collector:
                 self._pending.append((agent, step))
             if not again:
                 before = dict(view.state)
-                view.take(step, sent_ns, self.now_ns(), HELD_NS)
+                view.take(step, sent_ns, self.now_ns(), HELD_NS, SPARSE_NS)
                 changed = {table for table, frame in view.state.items() if before.get(table) is not frame}
                 self._version += not changed.isdisjoint(PEERS)
                 self._jobs_known &= changed.isdisjoint(("comms", "processes"))
@@ -131,7 +126,7 @@ class Collector:
             }
         if not pending:
             return
-        frames = [pl.DataFrame(schema=STORED)]
+        frames = [_NO_ROWS]
         for agent, step in pending:
             if "operators" in step.tables:
                 final = step.tables["operators"].filter("final")
@@ -159,90 +154,71 @@ class Collector:
         self.metrics.operators.inc(rows.height)
 
     def judge(self) -> list[Event]:
-        """Judges the jobs of which there is more to know than last time; what that changes about their findings."""
+        """Judges all jobs of which there is more to know than last time; what that changes about their findings."""
         events: list[Event] = []
+        while (new := self.judge_next(judging.judge)) is not None:
+            events += new
+        return events + self.look_after()
+
+    def judge_next(self, judge: Judge) -> list[Event] | None:
+        """Judges the job that has waited longest; what that changes about its findings, None when none waits."""
+        case = self._next_case()
+        if case is None:
+            return None
+        began = time.perf_counter()
+        try:
+            judgement, seen = judge(case)
+        except Exception as error:
+            # What the analysis cannot take of one job must not leave the others unjudged.
+            judgement, seen = judging.failed(error)
+        self.metrics.verdict_seconds.observe(time.perf_counter() - began)
+        now_ns = self.now_ns()
         with self._lock:
-            self._find_jobs()
-            names = list(self._jobs)
-        for name in names:
-            case = self._case(name)
-            if case is None:
-                continue
-            began = time.perf_counter()
-            try:
-                judgement, seen = judging.judge(case)
-            except Exception as error:
-                # What the analysis cannot take of one job must not leave the others unjudged.
-                text = f"the analysis failed: {type(error).__name__}: {error}"
-                judgement, seen = Judgement(missing=[text]), frozenset()
-            self.metrics.verdict_seconds.observe(time.perf_counter() - began)
-            now_ns = self.now_ns()
-            self.metrics.lag.set((now_ns - case.until_ns - case.skew_ns) / 1e9)
-            with self._lock:
-                job = self._jobs[name]
-                job.judgement, job.until_ns = judgement, case.until_ns
-            if seen:
-                with self._lock:
-                    new = self.log.update(name, judgement.findings, now_ns, seen)
-                for event in new:
-                    self.metrics.event(event["state"])
-                    if event["state"] == "opened":
-                        self._ask(event, case)
-                events += new
-        events += self._end_jobs()
+            job = self._jobs.get(case.job, jobs.Job(case.members))
+            job.judgement, job.until_ns, job.skew_ns, job.busy = judgement, case.until_ns, case.skew_ns, False
+            events = self.log.update(case.job, judgement.findings, now_ns, seen) if seen else []
+        for event in events:
+            self.metrics.event(event["state"])
+            if event["state"] == "opened":
+                self._ask(event, case)
+        return events
+
+    def look_after(self) -> list[Event]:
+        """Ends jobs that are over, and exports how things are; what that changes about findings."""
+        events = self._end_jobs()
+        with self._lock:
+            self.metrics.lag.set(self.lag_ns / 1e9)
         self.metrics.observe(self.status())
         return events
+
+    @property
+    def lag_ns(self) -> int:
+        """How old the newest operators are that were judged, of the job that has waited longest."""
+        with self._lock:
+            now_ns, at = self.now_ns(), self._by_node()
+            lags = (job.lag_ns(_distinct(at, job.nodes), now_ns) for job in self._jobs.values())
+            return max((lag for lag in lags if lag is not None), default=0)
 
     def status(self) -> Json:
         """The status document."""
         with self._lock:
             self._find_jobs()
             now_ns = self.now_ns()
-            described = []
+            described, at = [], self._by_node()
             for name, job in sorted(self._jobs.items()):
-                nodes = [self._node(node, now_ns) for node in job.members["node"].unique().sort()]
-                described.append(of_job(name, job.judgement, nodes, self.log.open(name)))
+                nodes = [self._node(node, at.get(node, []), now_ns) for node in sorted(job.nodes)]
+                lag_ns = job.lag_ns(_distinct(at, job.nodes), now_ns)
+                described.append(of_job(name, job.judgement, nodes, self.log.open(name), lag_ns))
             return document(now_ns, described)
 
     def peers(self, agent: str) -> dict[str, pl.DataFrame]:
         """What other agents said that tells where the queue pairs of this one lead (cutting.PEERS)."""
         with self._lock:
-            mine = self._views.get(agent, View())
-            others = [view for name, view in self._views.items() if name != agent and view.knows_state]
-
-            def of(table: str, views: Collection[View]) -> pl.DataFrame:
-                schema = wire.SCHEMAS[table]
-                return pl.concat(
-                    [
-                        pl.DataFrame(schema=schema),
-                        *(view.state[table] for view in views if table in view.state),
-                    ]
-                )
-
-            own = of("qps", [mine])
-            gids, comms = (
-                of("nics", [mine])["gids"].explode().implode(),
-                of("comms", [mine])["comm_id"].implode(),
-            )
-            lead_here = pl.col("peer_gid").is_in(gids) | (
-                pl.col("peer_gid").is_null() & pl.col("peer_qpn").is_in(own["qpn"].implode())
-            )
-            qps = of("qps", others).filter(lead_here)
-            there = (
-                pl.col("gids")
-                .list.set_intersection(own["peer_gid"].drop_nulls().unique().to_list())
-                .list.len()
-                > 0
-            )
-            nics = of("nics", others)
-            nodes = pl.concat([nics.filter(there)["node"], qps["node"]]).unique().implode()
-            in_mine = pl.col("comm_id").is_in(comms)
-            return {
-                "qps": qps,
-                "nics": nics.filter(pl.col("node").is_in(nodes)),
-                "comms": of("comms", others).filter(in_mine),
-                "channels": of("channels", others).filter(in_mine).unique(["comm_id", "rank", "channel"]),
-            }
+            mine = dict(self._views.get(agent, View()).state)
+            others = [
+                dict(view.state) for name, view in self._views.items() if name != agent and view.knows_state
+            ]
+        return peers(mine, others)
 
     def keep_raw(
         self, agent: str, nodes: Collection[str], finding: str, node: str, name: str, content: bytes
@@ -293,18 +269,31 @@ class Collector:
 
         def all_of(table: str) -> pl.DataFrame:
             frames = [view.state[table] for view in self._views.values() if table in view.state]
-            return pl.concat([pl.DataFrame(schema=wire.SCHEMAS[table]), *frames])
+            return pl.concat([wire.NONE[table], *frames])
 
         self._members = jobs.members(all_of("comms"), all_of("processes"), self._members)
         for (name,), rows in self._members.group_by("job"):
-            self._jobs.setdefault(str(name), _Job(rows)).members = rows
+            job = self._jobs.setdefault(str(name), jobs.Job(rows))
+            job.members, job.nodes = rows, frozenset(rows["node"])
 
-    def _case(self, name: str) -> judging.Case | None:
+    def _next_case(self) -> judging.Case | None:
+        """What is to be judged of the job that has waited longest, which is then taken; None when none waits."""
+        with self._lock:
+            self._find_jobs()
+            at = self._by_node()
+            waiting = (name for name, job in self._jobs.items() if not job.busy)
+            for name in sorted(waiting, key=lambda name: self._jobs[name].taken_ns):
+                job = self._jobs[name]
+                case = self._case(name, job, _distinct(at, job.nodes))
+                if case is not None:
+                    job.busy, job.taken_ns = True, self.now_ns()
+                    return case
+            return None
+
+    def _case(self, name: str, job: jobs.Job, views: Sequence[View]) -> judging.Case | None:
         """What is to be judged of a job now; None when nothing new can be."""
         with self._lock:
-            job, now_ns = self._jobs[name], self.now_ns()
-            nodes = set(job.members["node"])
-            views = [view for view in self._views.values() if view.nodes & nodes]
+            nodes, now_ns = job.nodes, self.now_ns()
             heard = [view for view in views if view.spool and now_ns - view.seen_ns < MISSING_NS]
             if not heard:
                 return None
@@ -331,10 +320,9 @@ class Collector:
                 return None
             job.heard_ns = now_ns
             absent = nodes - {node for view in there for node in view.nodes}
-            copies = [
-                View(**{**vars(view), "held": view.held.copy(), "state": dict(view.state)}) for view in there
-            ]
-            return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent))
+            longest_ns = judging.LONGEST_NS if all(view.sparse for view in there) else judging.WINDOW_NS
+            copies = [view.since(until_ns - longest_ns - judging.shift_ns(view, skew_ns)) for view in there]
+            return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent), longest_ns)
 
     def _ask(self, event: Event, case: judging.Case) -> None:
         """Asks agents for their raw samples around a finding that has just opened."""
@@ -356,17 +344,19 @@ class Collector:
         """Closes what is open of jobs all of whose processes are gone, or of which nothing was heard for long."""
         events = []
         with self._lock:
-            now_ns = self.now_ns()
+            now_ns, at = self.now_ns(), self._by_node()
             for name, job in list(self._jobs.items()):
                 job.heard_ns = job.heard_ns or now_ns
-                views = [view for view in self._views.values() if view.nodes & set(job.members["node"])]
+                views = _distinct(at, job.nodes)
                 gone = pl.concat(
                     [
-                        pl.DataFrame(schema=TABLES["processes"]),
+                        wire.NONE["processes"],
                         *(view.state["processes"] for view in views if view.knows_state),
                     ]
                 ).join(job.members.select("node", "pid").unique(), on=["node", "pid"], how="semi")
                 ended = gone.height > 0 and gone["gone_ns"].null_count() == 0
+                if job.busy:
+                    continue
                 silent_ns = now_ns - max([job.heard_ns, *(view.seen_ns for view in views)])
                 if silent_ns > OVER_NS or (ended and now_ns - job.heard_ns > judging.WINDOW_NS):
                     events += self.log.end(name, now_ns)
@@ -374,11 +364,23 @@ class Collector:
                     self._members = self._members.filter(pl.col("job") != name)
         return events
 
-    def _node(self, node: str, now_ns: int) -> Node:
-        views = [view for view in self._views.values() if node in view.nodes]
+    def _by_node(self) -> dict[str, list[View]]:
+        """The agents that speak for each node."""
+        at: dict[str, list[View]] = {}
+        for view in self._views.values():
+            for node in view.nodes:
+                at.setdefault(node, []).append(view)
+        return at
+
+    def _node(self, node: str, views: Sequence[View], now_ns: int) -> Node:
         seen_ns = max((view.seen_ns for view in views), default=0)
         missing = not any(view.spool for view in views) or now_ns - seen_ns >= MISSING_NS
         return Node(node, seen_ns, missing, max((view.lost for view in views), default=0))
+
+
+def _distinct(at: Mapping[str, list[View]], nodes: Collection[str]) -> list[View]:
+    """The agents that speak for any of `nodes`."""
+    return list({id(view): view for node in nodes for view in at.get(node, [])}.values())
 
 
 def steady_clock(

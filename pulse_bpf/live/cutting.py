@@ -34,7 +34,8 @@ class Cutting:
     """Tables of a recording in, as they grow (`append`) or are replaced; what is to be sent of each step out.
 
     Only what was called within the last `window_ns` is cut, so an operator that takes longer, or that was called longer
-    before it moves, is sent as incomplete: a job whose operators last seconds needs a wider window.
+    before it moves, is sent as incomplete: a job whose operators last seconds needs a wider window. So much more is cut
+    as a step comes late, as where the node has no CPU to spare.
     """
 
     def __init__(self, window_ns: int = WINDOW_NS, step_ns: int = STEP_NS) -> None:
@@ -86,7 +87,8 @@ class Cutting:
 
     def step(self, until_ns: int) -> Tables:
         """What is to be sent (wire.SCHEMAS) of the time up to `until_ns`: operators, and what is new or has changed."""
-        since_ns = until_ns - self._window_ns
+        late_ns = 0 if self._until_ns is None else until_ns - self._until_ns - self._step_ns
+        since_ns = until_ns - self._window_ns - max(late_ns, 0)
         left = self._forget(since_ns)
         if until_ns - self._owned_ns >= OWNERS_NS:
             self._owners = None

@@ -12,15 +12,20 @@ from pulse_bpf.analysis.clock_offsets import TIMES
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.localize import MIN_CONFIDENCE
 from pulse_bpf.analysis.metrics import OPERATORS
+from pulse_bpf.analysis.seen import MIN_OPERATORS
 from pulse_bpf.live.status import Judgement, judged
 from pulse_bpf.live.view import SKEWED_NS, View
-from pulse_bpf.live.wire import SCHEMAS
+from pulse_bpf.live.wire import NONE, SCHEMAS
 from pulse_bpf.schema import TABLES, empty
 
-# So much of the past is judged at once; less than YOUNG_NS of an agent is no ground to compare it with others.
-WINDOW_NS = 4_000_000_000
+# So much of the past is judged at once, twice as much and so on where that holds too few operators for a verdict;
+# less than YOUNG_NS of an agent is no ground to compare it with others.
+WINDOW_NS, LONGEST_NS = 4_000_000_000, 32_000_000_000
 YOUNG_NS = 1_000_000_000
 _PROCESS = ["node", "pid"]
+
+# The judgement on a case, and the nodes of which operators were seen.
+Verdict = tuple[Judgement, frozenset[str]]
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class Case:
     """What is judged: a job's `members` (jobs.MEMBERS), and the agents that are there with its nodes.
 
     `until_ns` is by the collector's clock; each agent is shifted by its own skew where its clock is set wrong.
-    `absent` nodes of the job are those whose agents are not there.
+    `absent` nodes of the job are those whose agents are not there. So much of the past is in the views: `longest_ns`.
     """
 
     job: str
@@ -37,6 +42,7 @@ class Case:
     until_ns: int
     skew_ns: int
     absent: frozenset[str]
+    longest_ns: int
 
 
 def shift_ns(view: View, skew_ns: int) -> int:
@@ -45,19 +51,15 @@ def shift_ns(view: View, skew_ns: int) -> int:
     return apart if abs(apart) > SKEWED_NS else 0
 
 
-def judge(case: Case, window_ns: int = WINDOW_NS) -> tuple[Judgement, frozenset[str]]:
-    """The judgement on a case, and the nodes of which it saw operators; "undecided" where there is nothing to judge."""
-    since_ns = max(
-        case.until_ns - window_ns,
-        *(view.since_ns + shift_ns(view, case.skew_ns) for view in case.views),
-    )
-    parts = [_tables(view, case, since_ns) for view in case.views]
-    tables = {
-        name: pl.concat([pl.DataFrame(schema=schema), *(part[name] for part in parts)])
-        for name, schema in (
-            {"operators": OPERATORS} | {name: SCHEMAS[name] for name in SCHEMAS if name != "operators"}
-        ).items()
-    }
+def judge(case: Case) -> Verdict:
+    """The verdict on a case; "undecided" where there is nothing to judge."""
+    window_ns, there_ns = WINDOW_NS, max(view.since_ns + shift_ns(view, case.skew_ns) for view in case.views)
+    while True:
+        since_ns = case.until_ns - window_ns
+        tables = _tables(case, max(since_ns, there_ns))
+        if 2 * window_ns > case.longest_ns or since_ns <= there_ns or _enough(tables["operators"]):
+            break
+        window_ns *= 2
     operators, flows = _renumbered(tables.pop("operators")), tables.pop("flows")
     seen = frozenset(operators.filter(pl.col("end_ns").is_not_null())["node"].unique())
     if not seen:
@@ -69,7 +71,27 @@ def judge(case: Case, window_ns: int = WINDOW_NS) -> tuple[Judgement, frozenset[
     return judged(found, operators, present, MIN_CONFIDENCE), seen
 
 
-def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
+def _enough(operators: pl.DataFrame) -> bool:
+    """Whether so many operators with traffic ended on each node that has any that a verdict may be given."""
+    moved = operators.filter(pl.col("level") == "flow", pl.col("op_seq").is_not_null())
+    ended = pl.struct("pid", "comm_id", "op_seq").filter(pl.col("end_ns").is_not_null()).n_unique()
+    fewest = moved.group_by("node").agg(ended.alias("ended"))["ended"].min()
+    return isinstance(fewest, int) and fewest >= MIN_OPERATORS
+
+
+def failed(error: Exception) -> Verdict:
+    """The verdict on a case that the analysis could not take."""
+    text = f"the analysis failed: {type(error).__name__}: {error}"
+    return Judgement(missing=[text]), frozenset()
+
+
+def _tables(case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
+    """What all agents said of the job from a moment on."""
+    parts = [_of_agent(view, case, since_ns) for view in case.views]
+    return {name: pl.concat([part[name] for part in parts]) for name in SCHEMAS}
+
+
+def _of_agent(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
     """What one agent said of the job between two moments, on its own clock."""
     shift = shift_ns(view, case.skew_ns)
     first_ns, last_ns = since_ns - shift, case.until_ns - shift
@@ -80,8 +102,8 @@ def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
     # Calls of communicators of one rank, and bytes that belong to nobody, are part of what the node does.
     others = pl.col("comm_id").is_null() | pl.col("nranks").fill_null(0).le(1)
     begun = pl.coalesce("call_ns", "start_ns")
-    rows = view.rows("operators").filter(here & (of_job | others), begun < last_ns)
-    rows = rows.filter(pl.coalesce("call_ns", "last_byte_ns") >= first_ns)
+    ended = pl.coalesce("call_ns", "last_byte_ns")
+    rows = view.rows("operators").filter(here & (of_job | others), begun < last_ns, ended >= first_ns)
     # Other agents may not have come so far yet.
     rows = rows.with_columns(end_ns=pl.when(pl.col("end_ns") <= last_ns).then("end_ns"))
     clipped = (
@@ -92,7 +114,7 @@ def _tables(view: View, case: Case, since_ns: int) -> dict[str, pl.DataFrame]:
         )
     )
     within = pl.col("t_ns").is_between(first_ns, last_ns)
-    state = {table: view.state.get(table, pl.DataFrame(schema=SCHEMAS[table])) for table in SCHEMAS}
+    state = {table: view.state.get(table, NONE[table]) for table in SCHEMAS}
     tables = {
         "operators": rows.select(OPERATORS.names()),
         "flows": state["flows"].filter(here & (of_job | pl.col("comm_id").is_null())),

@@ -99,7 +99,9 @@ class CollectorMetrics:
         self.verdict_seconds = Histogram(
             "pulse_collector_verdict_seconds", "How long a verdict on a job takes", registry=registry
         )
-        self.lag = gauge("lag_seconds", "Age of the newest operators when the verdict on them was done")
+        self.lag = gauge(
+            "lag_seconds", "Age of the newest operators that were judged, of the job that waited longest"
+        )
         self.evidence_kept = counter("evidence_kept", "Recordings of raw samples kept for findings")
         self.evidence_failed = counter("evidence_failed", "Agents that gave no raw samples for a finding")
         self.webhook_delivered = counter("webhook_delivered", "Events that a receiver accepted")

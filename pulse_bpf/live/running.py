@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,12 +11,14 @@ from contextlib import ExitStack
 from rich.console import Console
 
 from pulse_bpf import privileges
-from pulse_bpf.errors import PulseError
+from pulse_bpf.errors import HostError, PulseError
 from pulse_bpf.hosts import Host
 from pulse_bpf.live.agent import Agent
 from pulse_bpf.live.collector import Collector
 from pulse_bpf.live.findings_log import Event
+from pulse_bpf.live.judges import Judge
 from pulse_bpf.live.server import Server
+from pulse_bpf.live.status import LATE_NS
 from pulse_bpf.session import Recording, stop_on_signals
 from pulse_bpf.sources import Wanted
 
@@ -23,8 +26,12 @@ from pulse_bpf.sources import Wanted
 LOOK_S = 0.05
 # How long a batch waits at most until it is on the collector's disk, and how often jobs are looked at.
 COMMIT_S, JUDGE_S = 0.25, 0.1
+# How often it is looked at who is missing, which jobs are over, and how late verdicts are.
+LOOK_AFTER_S = 0.5
 # How often what is too old is deleted.
 RETAIN_S = 60.0
+# How long calls that are under way may take when a collector ends.
+CLOSE_S = 1.0
 
 
 class Worker:
@@ -79,32 +86,58 @@ def run_collector(
     server: Server,
     keep_hours: int,
     evidence_bytes: int,
+    judge_cores: float,
     on_events: Sequence[Callable[[Iterable[Event]], object]],
     tell: Callable[[str], None],
-) -> None:
-    """Serves until SIGINT or SIGTERM; what was taken by then is on disk afterwards."""
+) -> bool:
+    """Serves until SIGINT or SIGTERM; what was taken by then is on disk afterwards. Whether no call is left waiting."""
 
-    def judge() -> None:
-        events = collector.judge()
+    def tell_of(events: Sequence[Event]) -> None:
         for on_event in on_events if events else ():
             on_event(events)
+
+    def judging(judge: Judge) -> Callable[[], None]:
+        def work() -> None:
+            while not stop and (events := collector.judge_next(judge)) is not None:
+                tell_of(events)
+                judge.rest(lambda: stop)
+
+        return work
+
+    def look_after() -> None:
+        tell_of(collector.look_after())
+        if collector.lag_ns > LATE_NS:
+            raise HostError(
+                "verdicts come late",
+                "judging needs more than --judge-cores",
+                "Raise it, or give some jobs a collector of their own",
+            )
 
     def retain() -> None:
         collector.metrics.store_bytes.set(
             collector.store.retain(keep_hours, evidence_bytes, collector.now_ns())
         )
 
-    workers = [
-        Worker(work, period_s, tell)
-        for work, period_s in ((collector.commit, COMMIT_S), (judge, JUDGE_S), (retain, RETAIN_S))
+    count = math.ceil(judge_cores)
+    judges = [Judge(judge_cores / count) for _ in range(count)]
+    works: list[tuple[Callable[[], object], float]] = [
+        (collector.commit, COMMIT_S),
+        (look_after, LOOK_AFTER_S),
+        (retain, RETAIN_S),
+        *((judging(judge), JUDGE_S) for judge in judges),
     ]
-    try:
-        # The server answers from its own threads.
-        with stop_on_signals() as stop:
-            while not stop:
-                time.sleep(LOOK_S)
-    finally:
-        server.shutdown()
+    # The server answers from its own threads.
+    with stop_on_signals() as stop:
+        workers = [Worker(work, period_s, tell) for work, period_s in works]
+        while not stop:
+            time.sleep(LOOK_S)
+        # It waits for calls that are under way, and clients may stand still in the middle of one.
+        closing = threading.Thread(target=server.shutdown, daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        for judge in judges:
+            judge.close()
         for worker in workers:
             worker.stop()
         collector.commit()
+    return not closing.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal
 from pulse_bpf.errors import HostError, UsageError
 
 Role = Literal["agent", "viewer"]
+_COMMENT = re.compile(r"(?:^|\s)#")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class _Watched:
 
     def parsed(self) -> list[Any]:
         """What it says now; OSError or ValueError where it cannot be read."""
-        lines = (line.partition("#")[0].strip() for line in self._path.read_text().splitlines())
+        # A token may have a "#" in it.
+        lines = (_COMMENT.split(line)[0].strip() for line in self._path.read_text().splitlines())
         return [self._parse(line) for line in lines if line]
 
 

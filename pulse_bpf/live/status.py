@@ -14,6 +14,8 @@ from pulse_bpf.analysis import Findings
 SCHEMA_VERSION = 1
 # A bin of the curves, how many there are, and how many healthy ports are shown beside the suspect.
 BIN_NS, BINS, TWINS = 250_000_000, 40, 2
+# A verdict on operators that are older than this is told to be late.
+LATE_NS = 10_000_000_000
 
 Json = dict[str, Any]
 
@@ -50,15 +52,23 @@ def document(now_ns: int, jobs: Sequence[Json]) -> Json:
 
 
 def of_job(
-    job: str, judgement: Judgement, nodes: Sequence[Node], opened: Sequence[Mapping[str, Any]]
+    job: str,
+    judgement: Judgement,
+    nodes: Sequence[Node],
+    opened: Sequence[Mapping[str, Any]],
+    lag_ns: int | None,
 ) -> Json:
-    """One job of the document; `opened` are the findings that are open, as findings_log has them."""
+    """One job of the document; `opened` are the findings that are open, as findings_log has them.
+
+    `lag_ns` is how old the newest operators are that the verdict rests on; None where there are no new ones.
+    """
     return {
         "job": job,
         "iteration_ns": judgement.iteration_ns,
         "groups": list(judgement.groups),
         "verdict": judgement.verdict,
         "confidence": judgement.confidence,
+        "lag_ns": lag_ns,
         "missing": list(judgement.missing),
         "nodes": [vars(node) for node in nodes],
         "open": [dict(event) for event in opened],

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pulse_bpf.analysis.slow import speed
 from pulse_bpf.analysis.text import printable
+from pulse_bpf.live.status import LATE_NS
 from pulse_bpf.live.words import headline
 
 COLUMNS = ("job", "verdict", "sure", "iteration", "nodes", "open")
@@ -45,6 +46,12 @@ def job_text(job: Mapping[str, Any], now_ns: int, columns: int) -> Text:
     ]
     lines += [line for event in job["open"] for line in _finding(event, now_ns)]
     lines += _curves(job["curves"], columns)
+    if (job["lag_ns"] or 0) > LATE_NS:
+        lines.append(
+            Text(
+                f"This is how it was {_age(job['lag_ns'])} ago: the collector has too much to judge", "yellow"
+            )
+        )
     missing = [node for node in job["nodes"] if node["missing"]]
     if missing:
         names = ", ".join(

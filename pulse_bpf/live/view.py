@@ -10,10 +10,14 @@ from typing import NamedTuple
 import polars as pl
 
 from pulse_bpf.live.cutting import WINDOW_NS as CUT_NS
-from pulse_bpf.live.wire import SCHEMAS, STATE, Step
+from pulse_bpf.live.wire import NONE, STATE, Step
 
 # A clock that is further from the others' than this is taken to be set wrong, and its times are moved.
 SKEWED_NS = 1_000_000_000
+# An agent that said nothing for so long is missing.
+MISSING_NS = 5_000_000_000
+# Operators of an agent are few below so many rows.
+SPARSE_ROWS = 5000
 _LOSS = ["node", "source", "nic", "port", "direction", "pid"]
 
 
@@ -22,6 +26,10 @@ class Held(NamedTuple):
 
     until_ns: int
     tables: Mapping[str, pl.DataFrame]
+
+    @property
+    def rows(self) -> int:
+        return self.tables["operators"].height
 
 
 @dataclass
@@ -42,7 +50,7 @@ class View:
     until_ns: int = 0
     lost: int = 0
     state: dict[str, pl.DataFrame] = field(default_factory=dict)
-    open: pl.DataFrame = field(default_factory=lambda: pl.DataFrame(schema=SCHEMAS["operators"]))
+    open: pl.DataFrame = field(default_factory=lambda: NONE["operators"])
     held: deque[Held] = field(default_factory=deque)
 
     @property
@@ -50,8 +58,16 @@ class View:
         """Whether all that says how things are was heard, without which the rest means nothing."""
         return all(table in self.state for table in ("nodes", "nics", "processes", "comms", "qps"))
 
-    def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int) -> None:
-        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left is old."""
+    @property
+    def sparse(self) -> bool:
+        """Whether the operators held are few."""
+        return sum(held.rows for held in self.held) < SPARSE_ROWS
+
+    def take(self, step: Step, sent_ns: int, now_ns: int, window_ns: int, sparse_ns: int) -> None:
+        """`step`, sent at `sent_ns` by the agent's clock and heard now; what an earlier start left is old.
+
+        What is older than `window_ns` is kept while operators are few, what is older than `sparse_ns` is not.
+        """
         skew_ns = now_ns - sent_ns
         jumped = self.spool == step.spool and abs(skew_ns - self.skew_ns) > SKEWED_NS
         self.seen_ns, self.skew_ns = now_ns, skew_ns
@@ -86,21 +102,26 @@ class View:
             )
             self.lost = int(kept["coverage"]["lost"].sum()) if "coverage" in kept else self.lost
         # Operators that began in the window may be final seconds after it.
-        while self.held and self.held[0].until_ns < step.until_ns - window_ns:
+        while self.held and self.held[0].until_ns < step.until_ns - (sparse_ns if self.sparse else window_ns):
             self.held.popleft()
+
+    def since(self, first_ns: int) -> View:
+        """A copy with what was said after `first_ns`: nothing that was called from then on is missing in it."""
+        held = deque(each for each in self.held if each.until_ns > first_ns)
+        return View(**{**vars(self), "held": held, "state": dict(self.state)})
 
     def rows(self, table: str) -> pl.DataFrame:
         """All rows held of a table that grows; of the operators also those that are open."""
         frames = [held.tables[table] for held in self.held if table in held.tables]
         if table == "operators":
             frames.append(self.open)
-        return pl.concat([pl.DataFrame(schema=SCHEMAS[table]), *frames])
+        return pl.concat([NONE[table], *frames])
 
     def coverage(self) -> pl.DataFrame:
         """The latest coverage, with what was lost since the first step that is held."""
         said = [held.tables["coverage"] for held in self.held if "coverage" in held.tables]
         if not said:
-            return pl.DataFrame(schema=SCHEMAS["coverage"])
+            return NONE["coverage"]
         before = said[0].select(*_LOSS, pl.col("lost").alias("before")).unique(_LOSS)
         latest = said[-1].join(before, on=_LOSS, how="left", nulls_equal=True, maintain_order="left")
         newly = pl.col("lost") - pl.min_horizontal("lost", pl.col("before").fill_null(0))

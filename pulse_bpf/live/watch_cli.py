@@ -8,7 +8,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pulse_bpf.arguments import address, seconds
-from pulse_bpf.errors import OK, PulseError, UsageError
+from pulse_bpf.errors import OK, AttachError, PulseError, UsageError
 from pulse_bpf.output import PIPED_COLUMNS, write
 
 if TYPE_CHECKING:
@@ -100,10 +100,25 @@ def _this_node(arguments: argparse.Namespace) -> Iterator[Ask]:
         hosts = read_hosts(arguments.hosts)
     else:
         pids = tuple(dict.fromkeys(arguments.pid or ()))
+        _check_alive(pids)
         everything = not (pids or arguments.job or arguments.container)
         hosts = [this_host(Selection(pids, everything, arguments.job, arguments.container), [])]
     with watching(hosts, _notices) as ask:
         yield ask
+
+
+def _check_alive(pids: Collection[int]) -> None:
+    """AttachError when none of `pids` runs; whoever runs may still open an NCCL."""
+    from pulse_bpf.targets import read_process
+
+    failures = []
+    for pid in pids:
+        try:
+            read_process(pid)
+        except AttachError as error:
+            failures.append(error)
+    if failures and len(failures) == len(pids):
+        raise failures[0]
 
 
 def _show(ask: Ask, source: str, arguments: argparse.Namespace) -> None:

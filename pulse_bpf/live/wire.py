@@ -29,6 +29,8 @@ SCHEMAS: dict[str, pl.Schema] = {
     "flows": FLOWS,
     **{table: TABLES[table] for table in (*STATE, *NEWS) if table in TABLES},
 }
+# Made once: a frame of so many columns takes longer to make than to fill.
+NONE = {table: pl.DataFrame(schema=schema) for table, schema in SCHEMAS.items()}
 
 # One row per table: `data` is an Arrow IPC stream of `raw_bytes`, compressed.
 ENVELOPE = pa.schema(

@@ -40,9 +40,9 @@ ENDS = pl.Schema(
 )
 
 
-def node_name(node: int) -> str:
+def node_name(cluster: Cluster, node: int) -> str:
     """The host name of a node."""
-    return f"node{node}"
+    return cluster.names[node] if node < len(cluster.names) else f"node{node}"
 
 
 def nic_name(cluster: Cluster, nic: int) -> str:
@@ -95,7 +95,7 @@ def identify(cluster: Cluster, network: Network, options: Options, seed: int) ->
     missing = generator(seed, "agents").permutation(cluster.nodes)[: options.missing_agents]
     recorded[missing] = False
     return Identity(
-        [node_name(node) for node in range(cluster.nodes)],
+        [node_name(cluster, node) for node in range(cluster.nodes)],
         recorded,
         pids,
         ids,
@@ -122,7 +122,7 @@ def _ends(cluster: Cluster, network: Network, pids: Longs, options: Options, see
     # A life that nobody saw does not count.
     reused = generator(seed, "reuse").random(len(nic)) < options.qpn_reuse
     life = (reused & by_uprobe).astype(np.int64)
-    names = [node_name(int(number)) for number in node]
+    names = [node_name(cluster, int(number)) for number in node]
     devices = [nic_name(cluster, int(number)) for number in nic]
     lifetimes = zip(names, devices, qpn.tolist(), life.tolist(), strict=True)
     return pl.DataFrame(

@@ -235,7 +235,7 @@ MOVED = np.dtype(
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines and their network, healthy."""
+    """The machines and their network, healthy. `names` are host names of nodes, from the first on."""
 
     nodes: int = 8
     gpus: int = 8
@@ -249,6 +249,7 @@ class Cluster:
     qps_per_connection: int = 1
     pxn: bool = True
     channels: int = 8
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

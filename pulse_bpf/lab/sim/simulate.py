@@ -48,13 +48,14 @@ def simulate(
     scale: float | None = None,
     qps_per_connection: int = 1,
     pxn: bool = True,
+    names: Sequence[str] = (),
 ) -> None:
     """Writes `scenario`, recorded for `seconds`, into `output`; None stands for the scenario's own default.
 
     The same arguments give the same recording. `scale` is that of workloads.Size,
-    `pxn` whether GPUs send through the NIC of the destination's rail. UsageError for names that there
-    are not, for what does not fit together and for an output in use, HostError when the engine cannot be compiled
-    or nothing written: then there is no output.
+    `pxn` whether GPUs send through the NIC of the destination's rail, `names` what nodes are called.
+    UsageError for names that there are not, for what does not fit together and for an output in use, HostError when
+    the engine cannot be compiled or nothing written: then there is no output.
     """
     RecordingWriter(output)  # refuses an output in use before anything runs
     if scenario not in SCENARIOS:
@@ -62,7 +63,9 @@ def simulate(
     chosen = SCENARIOS[scenario]
     workload = chosen.workload if workload is None else workload
     collecting = options(source, conditions)
-    cluster = Cluster(nodes=nodes, gpus=gpus, qps_per_connection=qps_per_connection, pxn=pxn)
+    cluster = Cluster(
+        nodes=nodes, gpus=gpus, qps_per_connection=qps_per_connection, pxn=pxn, names=tuple(names)
+    )
     fabric = Fabric(cluster)
     rng = np.random.default_rng(seed)
     record_ns = float(np.rint(rng.uniform(*_BEFORE_NS)))

@@ -153,7 +153,7 @@ def _fault(
             told[name] = EPOCH_NS + round(told[name])
     told |= _component(told, cluster)
     if fault.get("peer_nic") is not None:
-        told["peer_node"] = node_name(fault["peer_nic"] // cluster.gpus)
+        told["peer_node"] = node_name(cluster, fault["peer_nic"] // cluster.gpus)
         told["peer_nic"] = nic_name(cluster, fault["peer_nic"])
     if fault.get("flows"):
         told["flows"] = _queue_pairs(fault["flows"], identity, cluster)
@@ -167,7 +167,7 @@ def _fault(
 def _component(told: Mapping[str, Any], cluster: Cluster) -> dict[str, Any]:
     names: dict[str, Any] = {}
     if told.get("node") is not None:
-        names["node"] = node_name(told["node"])
+        names["node"] = node_name(cluster, told["node"])
     if told.get("gpu") is not None:
         names["gpu"] = told["gpu"] % cluster.gpus
     if told.get("nic") is not None:
