@@ -14,7 +14,8 @@ from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
 # Where volumes are exact, no more than this share of an operator is missing at its end, and silences before are inside
-# of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least.
+# of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least; or when
+# what is called between two waits of the host is exactly what is carried.
 EXACT, EXACT_SHARE = 2e-4, 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
@@ -109,7 +110,9 @@ def learn(
     if not lossy:
         exact = best_track(curve._replace(short=EXACT), expected, np.ones(1), float(track.starts[0]))[1]
         hits = _exact_hits(exact, expected)
-        if hits and hits >= max(_exact_hits(track, expected), EXACT_SHARE * track.snapped.sum()):
+        most = max(_exact_hits(track, expected), EXACT_SHARE * track.snapped.sum())
+        # Silences at one place inside of each are as far apart as their ends, but not what is between two waits.
+        if hits and (hits >= most or _astray(curve, exact) <= ROUNDED):
             track, short = exact, EXACT
     return Learned(expected, float(track.starts[0]), paced, False, step_ns, short)
 
@@ -118,6 +121,12 @@ def _exact_hits(track: Track, expected: Floats) -> int:
     """How many operators end in a silence with all their bytes and no more."""
     off = np.abs(track.ends - track.starts - expected)
     return int((track.snapped & (off <= np.maximum(EXACT * expected, ROUNDED))).sum())
+
+
+def _astray(curve: Curve, track: Track) -> float:
+    """How far, at most, operators end from the calls after them for which the host waited, in bytes."""
+    waited = np.flatnonzero(curve.waited[1:])
+    return float(np.abs(track.ends[waited] - curve.low[waited + 1]).max()) if len(waited) else np.inf
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:

@@ -56,7 +56,6 @@ def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
             pl.col("stays").median(),
             pl.col("stays_ns").median(),
             pl.col("peer_node").mode().min(),
-            times=pl.col("first").sum(),
         )
         .sort("stays", "node", descending=[True, False])
     )
@@ -64,7 +63,9 @@ def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
     top, node = nodes.row(0, named=True), pair[-1]
     others = nodes.filter(~pl.col("node").is_in(pair))
     operators = held.select(OPERATOR).n_unique()
-    times = int(nodes.filter(pl.col("node").is_in(pair))["times"].sum())
+    # Where it is one of the two in some operators and the other in others, each came late to what it held up.
+    both = held.filter(pl.col("node").is_in(pair)).group_by(OPERATOR)
+    times = both.agg(pl.col("first").any() & (pl.col("stays").min() >= LEAST))["first"].sum()
     seen = held.filter(pl.col("node").is_in(pair), "first").sort("start_ns")
     next_stays = float(others["stays"].max() or 0.0)  # type: ignore[arg-type]
     if (
@@ -186,11 +187,16 @@ def _held(aligned: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
     )
     came = moved.filter(pl.col("direction") == "rx")
     came = came.group_by(*RING, pl.col("node").alias("peer_node")).agg(came_ns=mean_ns)
-    before = sent.select(*RING, node="peer_node", before_ns="sent_ns")
-    behind = sent.select(*RING, peer_node="node", behind_ns="sent_ns")
+    # Who only comes late to an operator holds up its ring as well, but then sends at once what there is to send.
+    sent = sent.with_columns(after_ns=pl.col("sent_ns") - pl.col("start_ns"))
+    before = sent.select(*RING, node="peer_node", before_ns="sent_ns", before_after_ns="after_ns")
+    behind = sent.select(*RING, peer_node="node", behind_ns="sent_ns", behind_after_ns="after_ns")
     agree_ns = pl.max_horizontal(AGREE_BINS * pl.col("bin_ns"), AGREE * span_ns)
     astray = (pl.col("came_ns") - pl.col("sent_ns")).abs() > agree_ns
-    stays_ns = 2 * pl.col("sent_ns") - pl.col("before_ns") - pl.col("behind_ns")
+    stays_ns = pl.min_horizontal(
+        2 * pl.col("sent_ns") - pl.col("before_ns") - pl.col("behind_ns"),
+        2 * pl.col("after_ns") - pl.col("before_after_ns") - pl.col("behind_after_ns"),
+    )
     rings = (
         sent.join(came, on=[*RING, "peer_node"], how="left")
         .filter(~astray.fill_null(False).any().over(RING))

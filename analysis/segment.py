@@ -20,7 +20,8 @@ CALLED = (
     *("node", "pid", "tid", "comm_id", "rank", "nranks", "gpu", "seq", "kind", "bytes", "peer", "group"),
     *("call_ns", "nccl_seq", "origin"),
 )
-
+# How far bytes may be from the share that a whole number of channels makes: a recording cuts operators at its ends.
+SHARE_TOLERANCE = 0.02
 # A kind of operator that would carry more than so many times all bytes of a flow group does not use it.
 MOST = 20.0
 
@@ -222,18 +223,22 @@ def _shares(groups: pl.DataFrame, direct: pl.DataFrame, where: list[str]) -> pl.
     """group, share: what part of a ring of its communicator each group carries.
 
     Who the ring's neighbours are shows in which peers carry more than the direct transfers explain. Its channels
-    are spread over the node's NICs, whichever process posts; each carries the same.
+    are spread over the node's NICs, whichever process posts; each carries the same. A queue pair of a tree beside them,
+    which carries a few bytes, counts as a channel: then NICs have as many of them each, or what was measured holds.
     """
     rest = groups.join(direct, on="group").with_columns(rest=(pl.col("total") - pl.col("direct")).clip(0))
     rest = rest.with_columns(main=pl.col("rest") >= 0.25 * pl.col("rest").max().over(where))
     channels = pl.col("channels") / pl.col("channels").sum().over(*where, "main")
     measured = pl.col("rest") / pl.col("rest").sum().over(*where, "main")
+    alike = 1 / pl.len().over(*where, "main")
     return rest.select(
         "group",
         share=pl.when(~pl.col("main"))
         .then(pl.when(pl.col("direct") > 0).then(0.0).otherwise(1.0))
-        .when((measured / channels - 1).abs() < 0.02)
+        .when((measured / channels - 1).abs() < SHARE_TOLERANCE)
         .then(channels)
+        .when((measured / alike - 1).abs() < SHARE_TOLERANCE)
+        .then(alike)
         .otherwise(measured),
     )
 

@@ -13,8 +13,9 @@ from pulse_bpf.analysis.walk import Flags
 
 # Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
 PROTOCOLS = (1.0, 128 / 120, 2.0)
-# How much better another multiple must do than those of the protocols.
-LEARNED_MARGIN = 0.1
+# How much better another multiple must do than those of the protocols, and these than none; and of its operators that
+# end in silences, so many do so because it and the offset are chosen.
+LEARNED_MARGIN, PROTOCOL_MARGIN, CHOSEN_HITS = 0.1, 0.02, 2
 # Ends of operators in silences, of those that should be, from which another offset than the calls' is believed.
 SURE_HITS, CLEARLY_BETTER = 0.8, 0.2
 # How many offsets are tried for each multiple, fewer once the offset is about known.
@@ -66,12 +67,15 @@ def best_track(curve: Curve, volume: Floats, factors: Floats, offset: float = -1
         chosen = np.append(chosen, np.full(len(tried), factor))
     scores, on_time, hits = _trials(curve, volume, offsets, chosen)
     # What small operators move is rounded up to whole lines.
-    least = LEARNED_MARGIN if np.median(volume) > LINES else 0.0
+    large = np.median(volume) > LINES
     most, best, best_value = hits.max(), 0, -np.inf
     for trial in range(len(offsets)):
-        value = scores[trial] * np.sqrt((1 + hits[trial]) / (1 + most))
-        if chosen[trial] not in PROTOCOLS:
-            value -= least
+        told, margin = hits[trial], 0.0
+        if large and chosen[trial] not in PROTOCOLS:
+            told, margin = max(told - CHOSEN_HITS, 0), LEARNED_MARGIN
+        elif large and chosen[trial] != 1.0:
+            margin = PROTOCOL_MARGIN
+        value = scores[trial] * np.sqrt((1 + told) / (1 + most)) - margin
         if value > best_value:
             best, best_value = trial, value
     factor, track = chosen[best], _track(curve, volume, offsets[best], chosen[best])

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.attribute import FLOWS
-from pulse_bpf.lab.boundaries import Boundaries, compare, distances, volumes
+from pulse_bpf.lab.boundaries import Boundaries, brief, compare, distances, volumes
 from pulse_bpf.schema import OPERATORS
 
 BIN_NS = 1000
@@ -88,3 +88,10 @@ def test_volumes_are_without_repeats_and_headers() -> None:
     found = volumes(operators, flows, truth).sort("op_seq")
     assert found.select("op_seq", "true_bytes").rows() == [(0, 1000), (1, 1000)]
     assert found["off"].round(6).to_list() == [0.0, -0.1]
+
+
+def test_operators_shorter_than_a_bin() -> None:
+    true = [_row(0, 0, BIN_NS - 1), _row(1, 0, BIN_NS), _row(2, 0, None), _row(None, 0, 1)]
+    # Two channels of one, which together take longer.
+    true += [_row(3, 0, 500), _row(3, 900, 1400)]
+    assert brief(pl.DataFrame(true, schema=OPERATORS), BIN_NS) == 1

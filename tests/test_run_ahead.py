@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cuts import cut
 
-from pulse_bpf.analysis import walk
+from pulse_bpf.analysis import tracks, walk
 from pulse_bpf.analysis.curves import Longs
 
 BIN_NS = 1_000_000
@@ -33,16 +33,41 @@ def test_operators_are_cut_by_volume_whenever_they_were_called(ahead: bool) -> N
     assert found.tolist() == volume.tolist()
 
 
-def test_a_silence_shortly_before_an_end_is_inside_of_the_operator() -> None:
-    """Operators of a step follow each other without a gap, but the first pauses before its last bin."""
+@pytest.mark.parametrize("pausing", [1, 5])
+def test_a_silence_shortly_before_an_end_is_inside_of_the_operator(pausing: int) -> None:
+    """Operators of a step follow each other without a gap, but some pause before their last bin.
+
+    Where all but the last do, these silences are as far apart as the ends.
+    """
     steps, bins = 6, np.array([300] * 5 + [270])
-    of_step = np.arange(bins.sum()) + np.where(np.arange(bins.sum()) >= bins[0] - 1, 3, 0)
+    pauses = np.cumsum(bins)[:pausing] - 1
+    row = np.arange(bins.sum())
+    of_step = row + 3 * np.searchsorted(pauses, row, "right")
     t_ns = (np.arange(steps)[:, None] * 3000 + of_step).ravel() * BIN_NS
     volume = np.tile(bins * 81920.0, steps)
     call_ns = ((np.arange(steps)[:, None] * 3000 - 1) * BIN_NS + np.arange(len(bins)) * 1000).ravel()
     net = np.full(len(t_ns), 81920)
     _, found = cut(t_ns, net, BIN_NS, call_ns, volume, np.tile([0] * 5 + [1], steps))
     assert found.tolist() == volume.tolist()
+
+
+def test_where_nothing_tells_multiples_apart_there_is_none() -> None:
+    """A step back to back after one whose calls were not seen, two bytes of which came late: no silence is inside."""
+    volume = np.array([160_000_000.0] * 13 + [147_545_600.0])
+    before = volume.sum() - 2
+    curve = tracks.Curve(
+        low=np.full(14, before),
+        silences=np.array([int(before)]),
+        total=2 * volume.sum(),
+        waited=np.zeros(14, np.bool_),
+        bin_bytes=1_500_000.0,
+        lossy=False,
+        anchored=np.zeros(14, np.bool_),
+        short=0.004,
+    )
+    factor, track = tracks.best_track(curve, volume, np.array(tracks.PROTOCOLS))
+    assert factor == 1.0
+    assert track.starts[0] == before
 
 
 def test_what_rounding_leaves_over_does_not_move_a_start() -> None:

@@ -9,6 +9,7 @@ from recordings import BIN_NS, T0_NS, Fault, Job
 
 from pulse_bpf.analysis import measure
 from pulse_bpf.analysis.load import Recording
+from pulse_bpf.analysis.segment import _shares
 
 
 def operators_of(frames: dict[str, pl.DataFrame]) -> pl.DataFrame:
@@ -175,3 +176,18 @@ def test_the_curve_of_the_slow_port_is_slow_and_the_average_is_the_same_everywhe
     bursts = by_rank["burst_gbps"].to_list()
     assert bursts[1] < 0.4 * min(bursts[:1] + bursts[2:])
     assert by_rank["average"].max() < 1.6 * by_rank["average"].min()
+
+
+def test_queue_pairs_of_a_tree_are_no_channels_of_the_ring_beside_it() -> None:
+    """Four NICs carry two channels each, one a few bytes of a tree as well; of three channels one has two of them."""
+    where = ["node", "comm_id", "direction"]
+
+    def shares(total: list[int], channels: list[int]) -> list[float]:
+        count = len(total)
+        same = {name: ["x"] * count for name in where}
+        groups = pl.DataFrame({"group": range(count), **same, "total": total, "channels": channels})
+        return _shares(groups, groups.select("group", direct=pl.lit(0.0)), where)["share"].to_list()
+
+    assert shares([4_258_394_103, 4_255_910_703, 4_249_390_080, 4_253_584_384], [3, 2, 2, 2]) == [0.25] * 4
+    assert shares([2_000_100, 1_000_000], [2, 1]) == pytest.approx([2 / 3, 1 / 3], abs=1e-12)
+    assert shares([1_900_000, 1_000_000], [1, 1]) == pytest.approx([1.9 / 2.9, 1 / 2.9])

@@ -219,6 +219,8 @@ def test_faults_that_pass_change_times_but_not_what_arrives(data: st.DataObject)
     assert moved_by_connection(result, network).tolist() == moved_by_connection(healthy, network).tolist()
     sent, again = (by_flow(result, network, 0, name) for name in ("bytes", "retx_bytes"))
     assert (np.abs(sent - again - by_flow(healthy, network, 0)) <= 2).all()
+    come, repeated = (by_flow(result, network, 1, name) for name in ("bytes", "retx_bytes"))
+    assert (np.abs(come - repeated - by_flow(healthy, network, 1)) <= 2).all()
     got = by_flow(result, network, 1)
     # To a receiver its lost packets are missing, nothing else; not what a broken link had in its queue, twice.
     assert (got <= sent + 1).all()

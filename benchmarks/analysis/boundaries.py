@@ -29,7 +29,7 @@ from simulated_recordings import simulated
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
-from pulse_bpf.lab.boundaries import Boundaries, compare, visible, volumes
+from pulse_bpf.lab.boundaries import Boundaries, brief, compare, visible, volumes
 from pulse_bpf.lab.owners import Owners
 from pulse_bpf.lab.owners import compare as compare_owners
 from pulse_bpf.lab.sim.workloads import WORKLOADS
@@ -46,7 +46,11 @@ KEY = ("workload", "source", "condition", "scenario")
 
 @dataclass(frozen=True)
 class Row:
-    """What came of some recordings: counts of operators, whose bytes, and boundaries.volumes of the operators found."""
+    """What came of some recordings: counts of operators, whose bytes, and boundaries.volumes of the operators found.
+
+    `elsewhere`: the operators that neither leave nor reach a port at fault. `brief`: of all, those that take less than
+    a bin; `bin_ns` of the widest.
+    """
 
     workload: str
     source: str
@@ -56,6 +60,9 @@ class Row:
     operators: Boundaries
     owners: Owners
     volumes: pl.DataFrame
+    elsewhere: Boundaries
+    brief: int
+    bin_ns: int
 
 
 def main() -> None:
@@ -106,13 +113,29 @@ def derived(directory: Path, key: tuple[str, str, str, str]) -> Row:
     cpu_s = time.process_time() - began
     truth = pl.read_parquet(directory / "truth_operators.parquet").filter(pl.col("bytes") > 0)
     found, seen = table.filter(pl.col("level") == "flow"), visible(truth, recording)
+    bin_ns = table.select(pl.col("bin_ns").max().fill_null(0)).item()
     return Row(
         *key,
         cpu_s,
         compare(found, seen),
         compare_owners(recording, flows, truth),
         volumes(found, flows, seen).select("true_bytes", "off"),
+        compare(found, healthy(seen, directory)),
+        brief(seen, bin_ns),
+        bin_ns,
     )
+
+
+def healthy(truth: pl.DataFrame, directory: Path) -> pl.DataFrame:
+    """The rows of `truth` without those of the ports at fault, and those of what is sent to them."""
+    faults = json.loads((directory / "truth.json").read_text())["faults"]
+    ports = pl.DataFrame(
+        [(fault.get("node"), fault.get("nic")) for fault in faults],
+        schema={"node": pl.String, "nic": pl.String},
+        orient="row",
+    )
+    peers = ports.rename({"node": "peer_node", "nic": "peer_nic"})
+    return truth.join(ports, on=ports.columns, how="anti").join(peers, on=peers.columns, how="anti")
 
 
 def pooled(rows: Sequence[Row], *by: str) -> list[Row]:
@@ -125,15 +148,22 @@ def pooled(rows: Sequence[Row], *by: str) -> list[Row]:
     together = {}
     for name, alike in groupby(sorted(rows, key=lambda row: order.index(key(row))), key):
         group = list(alike)
-        counts = zip(*(asdict(row.operators).values() for row in group), strict=True)
         together[name] = Row(
             *name,
             sum(row.cpu_s for row in group),
-            Boundaries(*map(sum, counts)),
+            counted([row.operators for row in group]),
             owned([row.owners for row in group]),
             pl.concat([row.volumes for row in group]),
+            counted([row.elsewhere for row in group]),
+            sum(row.brief for row in group),
+            max(row.bin_ns for row in group),
         )
     return list(together.values())
+
+
+def counted(parts: Sequence[Boundaries]) -> Boundaries:
+    """The counts of all parts together."""
+    return Boundaries(*map(sum, zip(*(asdict(part).values() for part in parts), strict=True)))
 
 
 def owned(parts: Sequence[Owners]) -> Owners:
@@ -147,6 +177,7 @@ def owned(parts: Sequence[Owners]) -> Owners:
 
 
 OPERATORS = ("true", "found", "start ≤ 3 bins", "end ≤ 3 bins", "invented")
+LIMITS = ("bin µs", "shorter than a bin", "elsewhere", "start ≤ 3 bins", "end ≤ 3 bins")
 BYTES = ("right", "rank right", "wrong", "rank wrong", "not attributed")
 VOLUMES = ("≤ 0.5 %", "median", "99 %", "small ≤ 0.5 %")
 
@@ -156,6 +187,14 @@ def operators(row: Row) -> list[str]:
     count = row.operators
     true = [share(part, count.true) for part in (count.found, count.starts_within_3, count.ends_within_3)]
     return [str(count.true), *true, share(count.invented, count.found + count.invented)]
+
+
+def limits(row: Row) -> list[str]:
+    """As LIMITS: of all operators and of those elsewhere."""
+    count, there = row.operators, row.elsewhere
+    within = there.starts_within_3, there.ends_within_3
+    elsewhere = [share(part, there.true) for part in within]
+    return [f"{row.bin_ns / 1000:g}", share(row.brief, count.true), str(there.true), *elsewhere]
 
 
 def shares(row: Row) -> list[str]:
@@ -210,6 +249,14 @@ def section(chosen: argparse.Namespace, rows: list[Row]) -> str:
         packets that are not full, pcc rounds each bin of a queue pair up to 32 bytes, and a message without data
         counts as a byte.
     """
+    limit = """
+        What a source cannot tell. "bin µs": the widest of its bins in any of the workloads. "shorter than a bin": of
+        all true operators, in bins of their own recording; the start and end of one such may lie in the same bin as
+        those beside it, and only its volume tells it. "elsewhere": those that neither leave nor reach the port at
+        fault. The source pcc counts what is sent, a repeat like anything else, so that on a lossy link no volume tells
+        where an operator ends. A port with a slow sender may still send what a host, which waited for its own part
+        only, calls done: where such a port is never silent, nothing tells by how much (loops).
+    """
     by_fault = pooled(rows, "source", "condition", "scenario")
     by_workload = pooled(rows, "workload", "source")
     by_condition = pooled(rows, "workload", "source", "condition")
@@ -229,6 +276,12 @@ def section(chosen: argparse.Namespace, rows: list[Row]) -> str:
                     [row.source, row.condition, row.scenario, *operators(row), *shares(row), *sizes(row)]
                     for row in by_fault
                 ],
+            ),
+            "### What limits them\n",
+            paragraph(limit),
+            markdown(
+                ("source", "condition", "scenario", *LIMITS),
+                [[row.source, row.condition, row.scenario, *limits(row)] for row in by_fault],
             ),
             "### Bytes attributed, all scenarios together\n",
             markdown(

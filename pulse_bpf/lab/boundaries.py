@@ -76,6 +76,11 @@ def distances(operators: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:
     )
 
 
+def brief(truth: pl.DataFrame, bin_ns: int) -> int:
+    """How many of the true operators, as of `compare`, take less than a bin."""
+    return _complete(_true(truth)).filter(pl.col("true_end_ns") - pl.col("true_start_ns") < bin_ns).height
+
+
 def volumes(operators: pl.DataFrame, flows: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:
     """Each true operator that was found: KEY, `true_bytes`, and `off`, its derived bytes' share above or below these.
 

@@ -173,7 +173,9 @@ struct flow {
     int32_t path[MAX_HOPS], place[MAX_HOPS]; /* the sender's links first; in each link's list */
     const struct flow_in *in;
     double waste; /* of the backlog, what the receiver will not take */
-    double posted, injected, delivered, limit, lost_end, repeat_until;
+    double posted, injected, delivered, limit, lost_begin, lost_end, repeat_until;
+    /* What came to the receiver's port: up to where, lost packets of that; where those out of order are. */
+    double seen, hole, passing;
     double loss, until_loss;
     double target, alpha;
     int32_t retries, recoveries;
@@ -326,7 +328,7 @@ struct due next_due(struct engine *e);
 
 /* meter.c */
 void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes,
-                 double retx);
+                 double fresh);
 void count_control(struct engine *e, int32_t flow, int rx, double t_ns, int ctl, int acks);
 void count_counters(struct engine *e);
 void count_pauses(struct engine *e);

@@ -14,6 +14,26 @@ static int has_message(const struct flow *f) {
     return f->inject != f->last;
 }
 
+/* How much of what comes to the receiver's port up to `position` has not been there before. */
+static double seen_until(struct flow *f, double position) {
+    double fresh = position > f->seen ? position - f->seen : 0;
+    f->seen += fresh;
+    return fresh;
+}
+
+/* The same of so many bytes that come after a lost packet, itself included. */
+static double out_of_order(struct flow *f, double bytes) {
+    double end = f->injected > f->repeat_until ? f->injected : f->repeat_until;
+    double seen = f->seen, fresh, from, to, hole;
+    f->passing = f->passing + bytes < end ? f->passing + bytes : end;
+    fresh = seen_until(f, f->passing);
+    from = seen > f->lost_begin ? seen : f->lost_begin;
+    to = f->passing < f->lost_end ? f->passing : f->lost_end;
+    hole = fresh > 0 && to > from ? to - from : 0;
+    f->hole += hole;
+    return fresh - hole;
+}
+
 /* Lets the time since the last change pass. */
 void advance(struct engine *e, int32_t flow) {
     struct flow *f = &e->flows[flow];
@@ -23,20 +43,22 @@ void advance(struct engine *e, int32_t flow) {
     if (sent > 0) {
         double end = f->injected + sent, repeated = f->repeat_until - f->injected;
         repeated = repeated < 0 ? 0 : repeated < sent ? repeated : sent;
-        count_bytes(e, flow, 0, f->since_ns, e->now, sent, repeated);
+        count_bytes(e, flow, 0, f->since_ns, e->now, sent, sent - repeated);
         f->injected = end;
         f->until_loss -= sent;
     }
     if (got > 0) {
-        double wasted = f->waste < got ? f->waste : got, good = got - wasted, repeated;
+        double wasted = f->waste < got ? f->waste : got, good = got - wasted, fresh, again;
         double latency_ns = f->in->latency_ns;
         f->waste -= wasted;
         if (good > f->limit - f->delivered)
             good = f->limit - f->delivered;
-        /* What the receiver had thrown away when it came out of order comes to its port again. */
-        repeated = f->repeat_until - f->delivered;
-        repeated = repeated < 0 ? 0 : repeated < good ? repeated : good;
-        count_bytes(e, flow, 1, f->since_ns + latency_ns, e->now + latency_ns, got, repeated);
+        /* Its port sees also what the receiver throws away, and a lost packet first when it comes again. */
+        fresh = seen_until(f, f->delivered + good);
+        again = f->hole < good - fresh ? f->hole : good - fresh;
+        f->hole -= again;
+        fresh += again + out_of_order(f, got - good);
+        count_bytes(e, flow, 1, f->since_ns + latency_ns, e->now + latency_ns, got, fresh);
         f->delivered += good;
     }
     f->backlog += sent - got;
@@ -197,6 +219,7 @@ void lose(struct engine *e, int32_t flow) {
     f->until_loss = NEVER;
     f->lost_end = f->injected;
     f->limit = f->injected - e->in->mtu_bytes > begins ? f->injected - e->in->mtu_bytes : begins;
+    f->lost_begin = f->passing = f->limit;
     /* The fluid is there at once, whose last packet was the lost one. */
     f->delivered = f->delivered < f->limit ? f->delivered : f->limit;
     f->meters[1].skip += f->injected - f->limit;

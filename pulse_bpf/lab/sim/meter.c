@@ -44,18 +44,20 @@ static void open_bin(struct engine *e, int32_t flow, int rx, int64_t bin) {
     m->bin = bin;
 }
 
+/* What is skipped may have come earlier than what is left out for it: repeats are right in sum. */
 void count_bytes(struct engine *e, int32_t flow, int rx, double from_ns, double to_ns, double bytes,
-                 double retx) {
+                 double fresh) {
     int32_t nic = nic_of(e, flow, rx);
     struct meter *m = &e->flows[flow].meters[rx];
-    double from, to, skipped = m->skip < bytes ? m->skip : bytes;
+    double from, to, retx, skipped = m->skip < bytes ? m->skip : bytes;
     m->skip -= skipped;
     bytes -= skipped;
+    retx = bytes - fresh;
     if (rx)
         e->nics[nic].rx_bytes += bytes;
     else
         e->nics[nic].tx_bytes += bytes;
-    if (nic >= e->in->gpu_count || bytes <= 0)
+    if (nic >= e->in->gpu_count || (bytes <= 0 && fresh <= 0))
         return;
     if (from_ns < e->in->record_ns) {
         double part = to_ns > e->in->record_ns ? (to_ns - e->in->record_ns) / (to_ns - from_ns) : 0;
