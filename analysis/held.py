@@ -65,7 +65,7 @@ def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
     operators = held.select(OPERATOR).n_unique()
     # Where it is one of the two in some operators and the other in others, each came late to what it held up.
     both = held.filter(pl.col("node").is_in(pair)).group_by(OPERATOR)
-    times = both.agg(pl.col("first").any() & (pl.col("stays").min() >= LEAST))["first"].sum()
+    times = int(both.agg(pl.col("first").any() & (pl.col("stays").min() >= LEAST))["first"].sum())
     seen = held.filter(pl.col("node").is_in(pair), "first").sort("start_ns")
     next_stays = float(others["stays"].max() or 0.0)  # type: ignore[arg-type]
     if (
