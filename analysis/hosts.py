@@ -15,8 +15,8 @@ from pulse_bpf.analysis.twins import KEY, TWO_SIDED
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
 LATE_NS, LATE_SHARE = 1_000_000, 0.5
 # So many late calls of a machine say something, or one so long and so many times what is usual there; all of them
-# together are at least and at most these shares of the time.
-MIN_TIMES, PAUSE_NS, LEAST_OF_TIME, MOST_OF_TIME = 2, 8_000_000, 0.005, 0.7
+# together are at least and at most these shares of the time, a single one at least that of ONCE.
+MIN_TIMES, PAUSE_NS, LEAST_OF_TIME, ONCE, MOST_OF_TIME = 2, 8_000_000, 0.005, 0.02, 0.7
 # How many times what is usual there a single late call must be: where clocks tell that it was on time before, and else.
 SINGLE, SINGLE_BLIND = 0.7, 3.0
 # What another machine's late calls may cost at most, beside those of the one that is named.
@@ -72,7 +72,7 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
     elsewhere = float(costs.filter(pl.col("node") != worst["node"])["cost_ns"].max() or 0)  # type: ignore[arg-type]
     if (
         (times < MIN_TIMES and (worst["pause_ns"] or 0) < PAUSE_NS)
-        or cost_ns < LEAST_OF_TIME * window_ns
+        or cost_ns < (LEAST_OF_TIME if times >= MIN_TIMES else ONCE) * window_ns
         or worst["cost_ns"] > MOST_OF_TIME * window_ns
         or elsewhere > OTHERS * worst["cost_ns"]
         or worst["times"] > max(FEW, SPORADIC * worst["calls"])

@@ -214,7 +214,7 @@ def test_beside_a_machine_of_which_nothing_was_seen_a_slow_port_is_not_certain(
     simulate("nic-slow", tmp_path / "r", seed=3, nodes=4, gpus=4, seconds=0.3)
     whole = load([tmp_path / "r"])
     fault = json.loads((tmp_path / "r" / "truth.json").read_text())["faults"][0]
-    frames = {**whole.tables, "samples": whole["samples"]}
+    frames = {**whole.tables, "samples": whole["samples"], "ops": whole["ops"]}
     named = []
     for node in whole["nodes"]["node"]:
         seen = {
@@ -232,7 +232,7 @@ def test_a_single_sample_of_each_node_is_undecided(tmp_path: Path) -> None:
     simulate("healthy", tmp_path / "r", seed=4, nodes=4, gpus=4, seconds=0.3)
     whole = load([tmp_path / "r"])
     few = whole["samples"].group_by("node", maintain_order=True).head(1)
-    assert verdict({**whole.tables, "samples": few}).verdict == "undecided"
+    assert verdict({**whole.tables, "samples": few, "ops": whole["ops"]}).verdict == "undecided"
 
 
 @pytest.mark.parametrize("table", ["ops", "qps", "comms", "samples"])
