@@ -14,7 +14,7 @@ from pulse_bpf.analysis.twins import KEY, TWO_SIDED
 
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.
 LATE_NS, LATE_SHARE = 1_000_000, 0.5
-# So many late calls of a machine say something, or one so long and so many times what is usual there; all of them
+# So many times a machine calls late say something, or one so long and so many times what is usual there; all of them
 # together are at least and at most these shares of the time, a single one at least that of ONCE.
 MIN_TIMES, PAUSE_NS, LEAST_OF_TIME, ONCE, MOST_OF_TIME = 2, 8_000_000, 0.005, 0.02, 0.7
 # How many times what is usual there a single late call must be: where clocks tell that it was on time before, and else.
@@ -68,7 +68,10 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
     worst = costs.row(0, named=True)
     window_ns = int(calls.select(pl.col("call_ns").max() - pl.col("call_ns").min()).item())
     here = costs.filter(pl.col("node") == worst["node"])
-    times, cost_ns = here.select(pl.col("times").sum(), pl.col("cost_ns").sum()).row(0)
+    cost_ns = int(here["cost_ns"].sum())
+    # What all processes of a machine come late from is one occasion, like the end of a checkpoint.
+    moments_ns = late.filter(pl.col("node") == worst["node"])["call_ns"].sort()
+    times = 1 + int((moments_ns.diff() > IN_STEP_NS).sum())
     elsewhere = float(costs.filter(pl.col("node") != worst["node"])["cost_ns"].max() or 0)  # type: ignore[arg-type]
     if (
         (times < MIN_TIMES and (worst["pause_ns"] or 0) < PAUSE_NS)

@@ -87,6 +87,13 @@ def test_few_late_calls_of_several_processes_name_their_machine() -> None:
     assert find_hosts(longer, True, 0) == []
 
 
+def test_what_all_processes_of_a_machine_come_late_from_is_one_occasion() -> None:
+    """As the end of a checkpoint is, which takes one machine a few milliseconds longer than the others."""
+    ranks = calls({"c": {20: 5}})
+    both = pl.concat([ranks, ranks.with_columns(pid=pl.col("pid") + 10, rank=pl.col("rank") + 4)])
+    assert find_hosts(both, True, 0) == []
+
+
 def test_a_call_is_not_late_by_what_the_operator_before_lasted() -> None:
     """A rank that got its last packet, or its last acknowledgement, late waits for that in its call."""
     ranks = calls({"c": {30: 40}})
