@@ -14,8 +14,11 @@ from pulse_bpf.analysis.lags import IN_PAIRS
 from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY, LEAST_BYTES
 
-# A lag counts when it exceeds the peers' by so many bins, by this much, and by this share of theirs.
-LATE_BINS, LATE_NS, LATE_SHARE = 3, 50_000, 0.25
+# A lag counts when it exceeds the peers' by so many bins, by this much, and by this share of theirs. Windows of a live
+# recording in wide bins were seen to cut operators four bins too early, step after step.
+LATE_BINS, LATE_NS, LATE_SHARE = 5, 50_000, 0.25
+# Clocks that are as far apart as this many bins are one.
+CLOCK_BINS = 3
 # Operators in wider bins are known by their bytes; when they were is not known well enough.
 WIDE_BINS_NS = 5_000_000
 # All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, and
@@ -90,7 +93,7 @@ def _of_gpu(
 
 def same_clock(error_ns: int | None, bin_ns: int) -> bool:
     """Whether clocks that may be wrong by error_ns (None: unknown) are as good as one, beside what counts as late."""
-    return error_ns is not None and error_ns <= max(LATE_NS, LATE_BINS * bin_ns)
+    return error_ns is not None and error_ns <= max(LATE_NS, CLOCK_BINS * bin_ns)
 
 
 def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
