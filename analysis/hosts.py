@@ -75,7 +75,8 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
     elsewhere = float(costs.filter(pl.col("node") != worst["node"])["cost_ns"].max() or 0)  # type: ignore[arg-type]
     if (
         (times < MIN_TIMES and (worst["pause_ns"] or 0) < PAUSE_NS)
-        or cost_ns < (LEAST_OF_TIME if times >= MIN_TIMES else ONCE) * window_ns
+        or cost_ns < LEAST_OF_TIME * window_ns
+        or (times < MIN_TIMES and worst["cost_ns"] < ONCE * window_ns)
         or worst["cost_ns"] > MOST_OF_TIME * window_ns
         or elsewhere > OTHERS * worst["cost_ns"]
         or worst["times"] > max(FEW, SPORADIC * worst["calls"])
