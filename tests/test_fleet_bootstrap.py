@@ -151,7 +151,7 @@ def test_what_one_that_was_killed_left_the_next_removes(tmp_path: Path) -> None:
         ({"abi": "cpython-399-vax"}, "not cpython-399-vax as here"),
         ({"modules": {"nosuch": "python3-nosuch"}}, "no nosuch: install python3-nosuch"),
         ({"unpacked_bytes": 1 << 60}, "are needed in"),
-        ({"under": "/proc/nosuch"}, "No such file"),
+        ({"under": "/proc/nosuch"}, "there is no directory /proc/nosuch: make it"),
         ({"sha256": "0" * 64}, "not what was sent"),
     ],
 )

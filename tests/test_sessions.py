@@ -222,7 +222,7 @@ def test_a_node_that_does_not_answer_is_named_with_what_it_was_doing(
     double: Double, sessions: Sessions
 ) -> None:
     double.hello("b")
-    assert reason(sessions) == "no answer within 0 s while testing"
+    assert reason(sessions) == "no answer within 0 s while testing; --patience gives it longer"
 
 
 def test_a_connection_that_ends_is_named_with_what_was_going_on(double: Double, sessions: Sessions) -> None:

@@ -174,7 +174,8 @@ def _gather(plan: Plan, sessions: Sessions, audit: _Audit, board: Board, archive
     flows = _flows(plan.output, start_ns)
     for node in sessions.live:
         sessions.hand(node, "operators", _parquet(flows.filter(pl.col("node") == node.host)))
-    sessions.wait("operators", "cutting operators", COMPILES_S + plan.seconds + patience_s)
+    compiling = "cutting operators, for which it compiles the first time"
+    sessions.wait("operators", compiling, COMPILES_S + plan.seconds + patience_s)
     whole = _some(sessions)
     kept = flows.filter(pl.col("node").is_in([node.host for node in whole]))
     write_file(plan.output / "flows.parquet", kept.write_parquet)

@@ -129,7 +129,7 @@ class Sessions:
             self._pump(min(0.25, max(0.0, until - time.monotonic())))
         for node in self.live:
             if step not in node.done:
-                self.fail(node, f"no answer within {seconds:.0f} s while {phase}")
+                self.fail(node, f"no answer within {seconds:.0f} s while {phase}; --patience gives it longer")
         return self.live
 
     def ask(self, nodes: Sequence[Node], step: str, **content: Any) -> None:

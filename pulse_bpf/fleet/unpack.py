@@ -83,7 +83,11 @@ def check_python(order: dict) -> None:  # type: ignore[type-arg]
 
 
 def check_place(under: str) -> None:
-    """ValueError where programs may not be, or where others could exchange them."""
+    """ValueError where there is no such place, programs may not be, or others could exchange them."""
+    if not os.path.isdir(under):
+        raise ValueError(
+            f"there is no directory {under}: make it, or say with --bootstrap DIR where there is one"
+        )
     if os.statvfs(under).f_flag & os.ST_NOEXEC:
         raise ValueError(f"{under} is mounted noexec: say with --bootstrap DIR where programs may be")
     mode = os.stat(under).st_mode
