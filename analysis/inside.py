@@ -20,8 +20,9 @@ MIN_BINS, MIN_OPERATORS = 5, 5
 MESSAGES, FIRST, NEXT = 5.0, 0.8, 0.4
 # Of the longest time that an operator takes on a flow, what it takes on all others at least.
 ALIKE = 0.75
-# What is slow runs at most at this share of what others do.
-SLOW = 0.75
+# What is slow runs at most at this share of what others do, and what is as slow at most at so many times its share: a
+# port that sends slowly acknowledges slowly as well, which slows those down that send to it, but less.
+SLOW, AS_SLOW = 0.75, 1.6
 # Of two machines either is before and after the other.
 MIN_NODES = 3
 EDGE = ["node", "nic", "pid", "comm_id", "peer_node", "peer_nic", "peer_pid"]
@@ -131,9 +132,11 @@ def _is_behind(aligned: pl.DataFrame, item: Finding) -> bool:
     held = ratios.filter(pl.col("out") <= SLOW)
     # In a ring what comes in is as slow as what goes out, whatever the cause.
     pairs = held.filter(pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]))
+    as_slow = pairs.select(pl.col("into") <= pl.min_horizontal(pl.lit(SLOW), AS_SLOW * pl.col("out")))
+    beside = held.select(pl.col("beside") <= SLOW)
     return any(
-        len(ratio) >= MIN_OPERATORS and float(ratio.median()) <= SLOW  # type: ignore[arg-type]
-        for ratio in (pairs["into"].drop_nulls(), held["beside"].drop_nulls())
+        len(slow) >= MIN_OPERATORS and float(slow.mean()) >= 0.5  # type: ignore[arg-type]
+        for slow in (as_slow.to_series().drop_nulls(), beside.to_series().drop_nulls())
     )
 
 
