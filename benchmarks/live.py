@@ -19,6 +19,7 @@ time and memory of receiving and storing, and of judging, which other processes 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import socket
@@ -157,6 +158,9 @@ def healthy(chosen: argparse.Namespace, scratch: Path) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+            # Agents and links refer to each other, and are few beside what they hold.
+            del replay
+            gc.collect()
             for path in sorted(directory.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
     print(f"{total_s:.0f} s of healthy time judged")
