@@ -12,7 +12,7 @@ from pulse_bpf.analysis import attribute, metrics, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import NEEDED, localize
-from pulse_bpf.analysis.port_bursts import narrowest_bins, port_bursts
+from pulse_bpf.analysis.port_bursts import least_of, narrowest_bins, port_bursts
 from pulse_bpf.analysis.program import CALLED, Program
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
@@ -71,8 +71,10 @@ def rows(
     yield kept
     for blocks in _blocks(recording, flows, known, on_read):
         for block in blocks:
+            if block.is_empty():
+                continue
             table = metrics.table([block])
-            narrowest.append(narrowest_bins(table))
+            narrowest = [least_of([*narrowest, narrowest_bins(table)])]
             yield table
     yield _of_ports(recording, narrowest, known)
 

@@ -93,12 +93,16 @@ class Calls:
         parts.sort(key=lambda part: part.first_ns)
         held = empty("ops").select(columns)
         unread: list[_Part] = []
+        # How many of the rows of files are of other nodes shows in those that were read.
+        share = 1.0
         for part, until_ns in zip(parts, [*(part.first_ns for part in parts[1:]), FOREVER], strict=True):
             unread.append(part)
-            if sum(each.rows for each in unread) < CHUNK_ROWS and until_ns < FOREVER:
+            rows = sum(each.rows for each in unread)
+            if held.height + rows * share < CHUNK_ROWS and until_ns < FOREVER:
                 continue
+            before = held.height
             held = pl.concat([held, *self._read_all(unread, columns, here)])
-            unread = []
+            unread, share = [], max((held.height - before) / rows, 1 / CHUNK_ROWS)
             if held.height < CHUNK_ROWS and until_ns < FOREVER:
                 continue
             held = held.sort("call_ns", maintain_order=True)

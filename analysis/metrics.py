@@ -90,10 +90,8 @@ def measure(
         in_order, sums_in_order = (np.argsort(place, kind="stable") for place in (of_call, of_sum))
         of_call, of_sum = of_call[in_order], of_sum[sums_in_order]
         filled = np.maximum(np.bincount(of_call, minlength=operators.height), 1).cumsum()
-        edges = (
-            np.unique(np.searchsorted(filled, np.arange(0, filled[-1], BLOCK_ROWS))) if len(filled) else [0]
-        )
-        for begin, end in pairwise([*edges, operators.height]):
+        edges = np.searchsorted(filled, _even(int(filled[-1]))) if len(filled) else [0]
+        for begin, end in pairwise([*np.unique(edges), operators.height]):
             here, there = (np.searchsorted(place, [begin, end]) for place in (of_call, of_sum))
             own, ends = _of_calls(
                 cuts[in_order[slice(*here)]],
@@ -110,26 +108,37 @@ def measure(
             level=pl.lit("traffic", texts["level"]),
             origin=pl.lit("traffic", texts["origin"]),
         )
-        # What the source could not tell from data.
-        control = (
-            settled.totals.join(flows.filter(pl.col("comm_id").is_not_null()), on="flow")
-            .filter(pl.col("direction") != pl.col("data"))
-            .group_by(*KEY, "gpu", "peer_pid")
-            .agg(_OF_TOTALS)
-            .drop("use")
-            .with_columns(level=pl.lit("traffic"), origin=pl.lit("traffic"))
-        )
-        listed = pl.concat([flows.select("flow", *QP, "comm_id", "reason"), unlisted], how="diagonal")
-        unattributed = (
-            settled.totals.join(listed, on="flow")
-            .filter(pl.col("comm_id").is_null())
-            .with_columns(pl.col("reason").fill_null(UNLISTED))
-            .group_by(*PORT, "reason")
-            .agg(_OF_TOTALS)
-            .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
-        )
-        parts = [traffic, _cast(control, texts), _cast(unattributed, texts)]
-        yield _complete(pl.concat(parts, how="diagonal_relaxed"), texts)
+        rest = [traffic, *(_cast(frame, texts) for frame in _of_flows(settled.totals, flows, unlisted))]
+        yield _complete(pl.concat(rest, how="diagonal_relaxed"), texts)
+
+
+def _even(rows: int) -> Longs:
+    """Where blocks of about BLOCK_ROWS of so many `rows` begin, none much smaller than another."""
+    return np.linspace(0, rows, max(1, round(rows / BLOCK_ROWS)), endpoint=False).astype(np.int64)
+
+
+def _of_flows(totals: pl.DataFrame, flows: pl.DataFrame, unlisted: pl.DataFrame) -> tuple[pl.DataFrame, ...]:
+    """Rows of what flows carried in all where that is of no communicator, or what the source could not tell from data."""
+    if totals.is_empty():
+        return ()
+    control = (
+        totals.join(flows.filter(pl.col("comm_id").is_not_null()), on="flow")
+        .filter(pl.col("direction") != pl.col("data"))
+        .group_by(*KEY, "gpu", "peer_pid")
+        .agg(_OF_TOTALS)
+        .drop("use")
+        .with_columns(level=pl.lit("traffic"), origin=pl.lit("traffic"))
+    )
+    listed = pl.concat([flows.select("flow", *QP, "comm_id", "reason"), unlisted], how="diagonal")
+    unattributed = (
+        totals.join(listed, on="flow")
+        .filter(pl.col("comm_id").is_null())
+        .with_columns(pl.col("reason").fill_null(UNLISTED))
+        .group_by(*PORT, "reason")
+        .agg(_OF_TOTALS)
+        .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
+    )
+    return control, unattributed
 
 
 def _of_calls(

@@ -26,8 +26,8 @@ WARMUP_NS, WARMUP_BINS = 1_000_000_000, 4096
 PATIENCE = 8
 # Bins at full speed that a window for the bursting rate spans: fewer count packets, more hide short bursts.
 WINDOW_BINS = 2.0
-# Operators, found on groups, of which those that are settled are told at a time.
-SETTLED_ROWS = 16384
+# Operators, found on groups or not, after which those that are settled are told.
+SETTLED_ROWS = 32768
 
 
 def segment(
@@ -85,7 +85,7 @@ class Cutter:
         # Before when operators were called of which nothing can change but what is known to be open.
         self._settled_ns = -FOREVER
         self._cuts, self._sums = Cuts(), Cuts()
-        self._looked_at = 0
+        self._left_rows = 0
 
     def feed(self, window: pl.DataFrame, until_ns: int) -> None:
         """Takes all rows (samples.BATCH) between the end of the last window and `until_ns`."""
@@ -122,10 +122,13 @@ class Cutter:
 
     def settled(self) -> Iterator[Segments]:
         """What was settled meanwhile, if that may be much."""
-        rows = self._cuts.rows + sum(frame.height for frame in self._operators)
-        if rows >= self._looked_at + SETTLED_ROWS:
+        if self._rows() >= self._left_rows + SETTLED_ROWS:
             yield self._take(final=False)
-            self._looked_at = self._cuts.rows + sum(frame.height for frame in self._operators)
+            self._left_rows = self._rows()
+
+    def _rows(self) -> int:
+        """How many rows those that are not settled make at least."""
+        return max(self._cuts.rows, sum(frame.height for frame in self._operators))
 
     def finish(self) -> Iterator[Segments]:
         """The rest, once the last window was given."""
@@ -226,6 +229,7 @@ class Cutter:
     def _more(self) -> None:
         operators, sent = self._program.more()
         self._operators.append(operators)
+        self._volumes.forget(self._settled_ns)
         calls = self._volumes.add(operators, sent, self._program.until_ns, self._program.held)
         group = calls["group"].to_numpy()
         wire_factor = self._groups["wire_factor"].to_numpy()[group]
@@ -272,7 +276,6 @@ class Cutter:
         self._walk(until_ns, final, waiting)
         begins = self._curves.t_ns[self._curves.begin[waiting]]
         self._settled_ns = self._takes_part_ns(min([until_ns, *begins.tolist()]))
-        self._volumes.forget(self._settled_ns)
 
     def _takes_part_ns(self, begin_ns: int) -> int:
         """Since when operators were called in which a group takes part whose first byte is at `begin_ns`."""
