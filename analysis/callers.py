@@ -31,11 +31,11 @@ _HELD = pl.Schema(
 
 
 class Callers:
-    """The processes of some nodes on communicators, each with a number `who`: those `known` (OWN), and those that call.
+    """The processes of some nodes on communicators, with a number `who`: those `known` (OWN), and those that call.
 
-    With PXN a queue pair carries what another GPU of the node sends, so bytes may flow from the first process's call on.
-    Observed sequences of two processes may begin one call apart; they are matched by kind, size and time, as most of
-    the first calls that both are seen to make. Point-to-point calls are the caller's own.
+    With PXN a queue pair carries what another GPU of the node sends, so bytes may flow from the first process's
+    call on. Observed sequences of two processes may begin one call apart; they are matched by kind, size and time,
+    as most of the first calls that both are seen to make. Point-to-point calls are the caller's own.
     """
 
     def __init__(self, known: pl.DataFrame) -> None:
@@ -101,8 +101,8 @@ class Callers:
         new = new.with_columns(who=len(self._last) + pl.int_range(new.height))
         self._who = pl.concat([self._who, new])
         # An unknown process is none that others wait for.
-        together = self._who.select(pl.struct("node", "comm_id", pl.col("pid").is_null()).rank("dense"))
-        together = together.to_series().to_numpy()
+        comms = self._who.select(pl.struct("node", "comm_id", pl.col("pid").is_null()).rank("dense"))
+        together = comms.to_series().to_numpy()
         self._members = np.argsort(together, kind="stable")
         self._comm = np.flatnonzero(np.diff(together[self._members], prepend=0, append=-1))
         most = int(np.diff(self._comm).max())

@@ -21,7 +21,7 @@ ESSENTIAL = ("node", "pid", "kind", "call_ns")
 CAPTURED = pl.col("origin").fill_null("call") == "capture"
 
 # Calls that are given at a time: enough that what it costs to look at some does not show.
-CHUNK_ROWS = 16384
+CHUNK_ROWS = 8192
 
 # What communicators were called for, each once; `carries`: whether with bytes.
 KINDS = pl.Schema(
@@ -81,8 +81,8 @@ class Calls:
         return self._of(tuple(OPS), lambda _: True)
 
     def in_time(self, nodes: Collection[str], columns: Sequence[str]) -> Iterator[tuple[int, pl.DataFrame]]:
-        """The rows of some `nodes`, only these `columns`, `node` and `call_ns` among them: some at a time, each with the
-        moment before which no later one is, FOREVER at last.
+        """The rows of some `nodes`, only these `columns` (with `node` and `call_ns`): some at a time, and the moment
+        before which no later one is, FOREVER at last.
 
         Holds about CHUNK_ROWS of them, and the parts that overlap in time.
         """
@@ -108,7 +108,7 @@ class Calls:
             held = held.sort("call_ns", maintain_order=True)
             call_ns = held["call_ns"]
             ready, begin = int(call_ns.search_sorted(until_ns)), 0
-            while ready - begin > CHUNK_ROWS:
+            while ready - begin >= 2 * CHUNK_ROWS:
                 end = int(call_ns.search_sorted(call_ns[begin + CHUNK_ROWS], "right"))
                 if end == ready:
                     break

@@ -17,8 +17,8 @@ Ops = NDArray[np.uint32]
 
 
 class Sums(NamedTuple):
-    """The sums over the peers of a NIC, numbered as in Calls.sum_of: `key` of the operator `op` and the PORT of `group`,
-    and for how many groups each is `waiting`."""
+    """The sums over the peers of a NIC, numbered as in Calls.sum_of: `key` of the operator `op` and the PORT of
+    `group`, and for how many groups each is `waiting`."""
 
     key: Longs
     group: Longs
@@ -90,7 +90,8 @@ class Listing:
         """Forgets the sums of operators that are done for all groups; returns the `pool`, as its keys change."""
         kept = ~np.isin(self.sums.op, done)
         number = np.where(kept, np.cumsum(kept) - 1, -1)
-        self.sums = Sums(*(column[kept] for column in self.sums))
+        key, group, op, waiting = self.sums
+        self.sums = Sums(key[kept], group[kept], op[kept], waiting[kept])
         of = self.calls.sum_of
         self.calls = self.calls._replace(sum_of=np.where(of >= 0, number[of], -1) if len(number) else of)
         return pool._replace(key=number[pool.key]) if len(pool.key) else pool

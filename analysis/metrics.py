@@ -118,7 +118,7 @@ def _even(rows: int) -> Longs:
 
 
 def _of_flows(totals: pl.DataFrame, flows: pl.DataFrame, unlisted: pl.DataFrame) -> tuple[pl.DataFrame, ...]:
-    """Rows of what flows carried in all where that is of no communicator, or what the source could not tell from data."""
+    """Rows of what flows carried in all that is of no communicator, or what the source could not tell from data."""
     if totals.is_empty():
         return ()
     control = (
@@ -181,10 +181,10 @@ def _of_calls(
 
 def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
     """OPERATORS of the `blocks`, which are of the same nodes, in an order that does not depend on how rows came."""
-    text = dict.fromkeys(blocks[0].select(pl.col(pl.Enum)).columns, STR)
+    text = pl.col(blocks[0].select(pl.col(pl.Enum)).columns).cast(STR)
     if len(blocks) == 1:
-        return blocks[0][_order(blocks[0])].cast(text)
-    whole = pl.concat([block.cast(text) for block in blocks])
+        return blocks[0][_order(blocks[0])].with_columns(text)
+    whole = pl.concat([block.with_columns(text) for block in blocks])
     return whole[_order(_keys(whole))]
 
 

@@ -68,7 +68,7 @@ def program(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
 class Program:
     """The operators of calls (CALLED) that come in `chunks`, as Calls.in_time gives them, numbered throughout.
 
-    All calls before `until_ns` are there, but of the processes in `held` (node, pid, held_ns) only those before held_ns:
+    All calls before `until_ns` are there, but of processes in `held` (node, pid, held_ns) only those before held_ns:
     more calls of an ncclGroup may follow.
     """
 

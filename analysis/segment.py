@@ -53,12 +53,12 @@ class Volumes:
     @property
     def early_ns(self) -> Longs:
         """When each group's process called first on its communicator: [groups, EARLY], FOREVER where it did not yet."""
-        return self._callers.early_ns[self.who]
+        return np.asarray(self._callers.early_ns[self.who], np.int64)
 
     @property
     def unlisted_ns(self) -> Longs:
         """Before when each group has no operator that is not listed yet."""
-        return self._callers.unlisted_ns[self.who]
+        return np.asarray(self._callers.unlisted_ns[self.who], np.int64)
 
     @property
     def unlisted(self) -> NDArray[np.uint32]:

@@ -9,13 +9,13 @@ import numpy as np
 import polars as pl
 
 from pulse_bpf.analysis import boundaries, curves, grants, outside, pool, walk
-from pulse_bpf.analysis.callers import EARLY, LATEST_NS
+from pulse_bpf.analysis.callers import EARLY, LATEST_NS, PROCESS
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.listing import Listing
 from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.analysis.program import Program
 from pulse_bpf.analysis.samples import PORT, Batch
-from pulse_bpf.analysis.segment import FACTORS, KEY, PROCESS, Volumes
+from pulse_bpf.analysis.segment import FACTORS, KEY, Volumes
 from pulse_bpf.analysis.shape import NOTHING, weighted
 from pulse_bpf.analysis.unsettled import TOTALS, Cuts, Segments, version_of, versions
 from pulse_bpf.schema import I64, U32
@@ -27,13 +27,13 @@ PATIENCE = 8
 # Bins at full speed that a window for the bursting rate spans: fewer count packets, more hide short bursts.
 WINDOW_BINS = 2.0
 # Operators, found on groups or not, after which those that are settled are told.
-SETTLED_ROWS = 32768
+SETTLED_ROWS = 16384
 
 
 def segment(
     batches: Iterable[Batch], flows: pl.DataFrame, program: Program, covered: pl.DataFrame
 ) -> Iterator[Segments]:
-    """What the samples in `batches`, all of the same nodes, were cut into, as it is settled; the rest as Cutter has it."""
+    """What the samples in `batches`, all of the same nodes, were cut into, as it is settled; the rest as in Cutter."""
     cutter = Cutter(flows, program, covered)
     for until_ns, window in groupby(batches, lambda batch: batch.until_ns):
         frames = [batch.rows for batch in window]
@@ -78,7 +78,7 @@ class Cutter:
         self._uncalled = np.zeros(count, np.bool_)
         self._burst = np.zeros((count, len(walk.OUTSIDE)), np.int64)
         self._bursts: list[tuple[Longs, Longs]] = []
-        # Of each group the end of its last operator, the call of its last one that is listed, and to when it was learned.
+        # Of each group the end of its last operator, the call of its last one listed, and until when it was learned.
         self._last_end_ns = np.full(count, NOTHING)
         self._last_call_ns = np.full(count, NOTHING)
         self._learned_ns = np.full(count, FOREVER)
@@ -324,7 +324,7 @@ class Cutter:
         self._sums.add(sums.group[number], sums.op[number], np.zeros(len(number)), summed)
 
     def _learn(self, chosen: Longs, begins: Longs, limit_ns: int, latest_ns: int) -> None:
-        """Settles how the groups `chosen`, whose first bytes are at `begins`, are cut, from their rows before `limit_ns`."""
+        """Settles how the groups `chosen`, with first bytes at `begins`, are cut, from their rows before `limit_ns`."""
         self._read(limit_ns + LATEST_NS)
         rows: dict[int, tuple[Longs, Longs]] = {}
         rules, state = self._rules, self._state
@@ -334,9 +334,9 @@ class Cutter:
             end = begin + np.searchsorted(self._curves.t_ns[begin:end], limit_ns)
             rows[group] = (self._curves.t_ns[begin:end], np.cumsum(self._curves.net[begin:end]))
             totals[group] = state.taken[group] - state.used[group] + self._curves.net[begin:end].sum()
-        used = self._used().filter(pl.col("first_byte_ns") < limit_ns).group_by("group")
+        carrying = self._used().filter(pl.col("first_byte_ns") < limit_ns).group_by("group")
         used = self._groups.join(
-            used.agg(channels=pl.len(), bin_ns=pl.col("bin_ns").max()),
+            carrying.agg(channels=pl.len(), bin_ns=pl.col("bin_ns").max()),
             on="group",
             how="left",
             maintain_order="left",
@@ -431,7 +431,7 @@ def _groups(flows: pl.DataFrame) -> tuple[pl.DataFrame, Longs]:
 def _factors(
     calls: pl.DataFrame, kind: Longs, expected: Floats, volume: Floats, paced: bool
 ) -> tuple[pl.DataFrame, float]:
-    """What `calls` of each `kind`, which were seen to move `expected`, move of their volume (FACTORS), and all others."""
+    """What `calls` of each `kind`, which were seen to move `expected`, move of their volume (FACTORS), and others."""
     common = 1.0 if paced else float(np.median(expected / volume))
     _, first, which = np.unique(kind, return_index=True, return_inverse=True)
     factor = np.bincount(which, expected) / np.bincount(which, volume)

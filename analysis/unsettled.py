@@ -13,7 +13,7 @@ from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.analysis.pool import Found
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE
-from pulse_bpf.schema import I64, STR, U32, U64
+from pulse_bpf.schema import I64, STR, U64
 
 TOTALS = pl.Schema(
     {"flow": U64, "direction": STR}
@@ -83,8 +83,8 @@ def versions(
 ) -> tuple[pl.DataFrame, Longs, Longs]:
     """`groups` with `flows` and `bin_ns`, one row for each set of flows that a group had, numbered anew by `group`.
 
-    `used`: group, flow, bin_ns and first_byte_ns of flows that carried bytes. Those that a group had when it was settled
-    how it is cut are one set. Also since when each row holds, and where those of each of the groups begin.
+    `used`: group, flow, bin_ns and first_byte_ns of flows that carried bytes. Those that a group had when it was
+    `settled_ns` how it is cut are one set. Also since when each row holds, and where those of each of the groups begin.
     """
     of_group = used["group"].to_numpy()
     first_ns = used["first_byte_ns"].to_numpy()

@@ -45,8 +45,8 @@ class Calls(NamedTuple):
     `first_ns` and `last_ns` as in boundaries.learn, `expected` bytes, and `sum_of`, the number of the sum over the
     peers of a NIC in which an operator counts, -1 for none. `waited`: whether its call shows that all before it are
     done. `seen`: the bytes that are there of what is `expected`, which is known of operators before `settled` of g.
-    `first` is the first operator that g ever had, -1 where it is none of these. Operators that are done may be left out,
-    and those that are not listed yet.
+    `first` is the first operator that g ever had, -1 where it is none of these. Operators that are done may be left
+    out, and those that are not listed yet.
     """
 
     begin: Longs
