@@ -95,7 +95,7 @@ class Calls:
         unread: list[_Part] = []
         # How many of the rows of files are of other nodes shows in those that were read.
         share = 1.0
-        for part, until_ns in zip(parts, [*(part.first_ns for part in parts[1:]), FOREVER], strict=True):
+        for part, until_ns in zip(parts, [*(part.first_ns for part in parts[1:]), FOREVER], strict=False):
             unread.append(part)
             rows = sum(each.rows for each in unread)
             if held.height + rows * share < CHUNK_ROWS and until_ns < FOREVER:

@@ -176,7 +176,7 @@ def _of_calls(
         origin=pl.coalesce("origin", pl.lit("call", texts["origin"]))
     )
     own, ends = _timed(own, operators, ends)
-    return _complete(own, texts), ends
+    return _complete(own.filter("told"), texts), ends
 
 
 def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
@@ -294,15 +294,17 @@ def _timed(
         end_err_ns="bin_ns",
     )
     own_ends = own.group_by("op").agg(pl.col("end_ns").max().alias("op_end_ns"))
-    of_calls = operators.select("op", "before").join(own_ends, on="op", how="left", maintain_order="left")
-    ends = pl.concat([ends, of_calls.select(ENDS.names())])
+    of_calls = operators.select("op", "before", "told", "followed").join(
+        own_ends, on="op", how="left", maintain_order="left"
+    )
+    ends = pl.concat([ends, of_calls.filter(~pl.col("followed") | ~pl.col("told")).select(ENDS.names())])
     of_calls = of_calls.join(
         ends.rename({"op": "before", "op_end_ns": "prev_end_ns"}),
         on="before",
         how="left",
         maintain_order="left",
     )
-    ends = ends.join(of_calls, left_on="op", right_on="before", how="anti")
+    ends = ends.join(of_calls.filter("told"), left_on="op", right_on="before", how="anti")
     of_calls = of_calls.select("op_end_ns", "prev_end_ns")
     timed = pl.concat([own, of_calls[_places(operators["op"], own["op"])]], how="horizontal").with_columns(
         start_lag_ns=pl.col("start_ns") - pl.col("prev_end_ns"),

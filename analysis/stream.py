@@ -86,6 +86,8 @@ class Cutter:
         self._settled_ns = -FOREVER
         self._cuts, self._sums = Cuts(), Cuts()
         self._left_rows = 0
+        # Operators whose end was told before they are.
+        self._peeked = np.zeros(0, np.uint32)
 
     def feed(self, window: pl.DataFrame, until_ns: int) -> None:
         """Takes all rows (samples.BATCH) between the end of the last window and `until_ns`."""
@@ -157,18 +159,23 @@ class Cutter:
         before = operators["before"].cast(I64).fill_null(-1).to_numpy()
         taken = ~open_now & ~np.isin(before, op[open_now])
         done = op[taken]
+        peeked = op[~open_now & ~taken & np.isin(op, before[taken])]
+        followed = np.isin(op, self._peeked)
+        self._peeked = np.r_[np.setdiff1d(self._peeked, done), peeked].astype(np.uint32)
+        known = operators.with_columns(told=pl.Series(taken), followed=pl.Series(followed))
+        known = known.filter(pl.Series(taken | np.isin(op, peeked)))
         self._pool = self._listing.forget(done, self._pool)
         self._operators = [operators.filter(pl.Series(~taken))]
         used = self._used()
         groups, since_ns, begin = versions(self._groups, used, self._learned_ns)
-        cuts, group = self._cuts.taken(done)
+        cuts, group = self._cuts.taken(done, peeked)
         at = np.searchsorted(op, cuts["op"].to_numpy())
         cuts = cuts.with_columns(
             group=pl.Series(version_of(group, call_ns[at], since_ns, begin), dtype=U32),
             paced=pl.Series(self._rules.paced[group]),
             bin_ns=pl.Series(self._rules.bin_ns[group]),
         )
-        summed, group = self._sums.taken(done)
+        summed, group = self._sums.taken(done, peeked)
         summed = summed.drop("expected_bytes").with_columns(
             group=pl.Series(begin[group], dtype=U32), bin_ns=pl.Series(self._rules.bin_ns[group])
         )
@@ -182,7 +189,7 @@ class Cutter:
             group=pl.Series(begin[group + 1] - 1, dtype=U32)
         )
         return Segments(
-            operators.filter(pl.Series(taken)),
+            known,
             groups,
             cuts,
             summed,

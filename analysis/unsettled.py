@@ -25,9 +25,11 @@ TOTALS = pl.Schema(
 class Segments:
     """What the samples of some nodes were cut into: so much of it as was settled at one time.
 
-    `operators`: those of program.Program of which everything is here. `groups`: flow groups, one per KEY and the flows
-    that carried bytes of it so far, numbered by `group`, with these `flows` and `bin_ns`. `cuts`: one row per
-    (group, operator `op` that should use it) with `expected_bytes`, `paced` and the columns WHOLE and REAL of shape.py.
+    `operators`: those of program.Program of which everything is here. Some are not `told` yet, as the one before is not
+    settled, but one that follows is; what was `followed` by one that was told before is not asked for again. `groups`:
+    flow groups, one per KEY and the flows that carried bytes of it so far, numbered by `group`, with these `flows` and
+    `bin_ns`. `cuts`: one row per (group, operator `op` that should use it) with `expected_bytes`, `paced` and the
+    columns WHOLE and REAL of shape.py.
     `sums`: these of operators over all peers of a NIC, per op and the PORT that a `group` has. `outside`: the bytes of
     each group that belong to no operator, burst by burst where it has no call. `totals`: the TOTALS of each flow and
     direction, with the last.
@@ -53,17 +55,17 @@ class Cuts:
         self._parts.append((group, op, expected, found.whole, found.real))
         self.rows += len(group)
 
-    def taken(self, ops: NDArray[np.uint32]) -> tuple[pl.DataFrame, Longs]:
-        """op, expected_bytes and the columns WHOLE and REAL of the operators `ops`, and the group of each row."""
+    def taken(self, ops: NDArray[np.uint32], peeked: NDArray[np.uint32]) -> tuple[pl.DataFrame, Longs]:
+        """op, expected_bytes and the columns WHOLE and REAL of the operators `ops`, and the group of each row.
+
+        Those of operators that are `peeked` at are there as well, and stay.
+        """
         none = np.zeros(0, np.int64), np.zeros(0, np.uint32), np.zeros(0)
         nothing = (*none, np.zeros((0, len(WHOLE)), np.int64), np.zeros((0, len(REAL))))
         columns = [np.concatenate(parts) for parts in zip(nothing, *self._parts, strict=True)]
-        wanted = np.isin(columns[1], ops)
-        if wanted.all():
-            self._parts = []
-        else:
-            self._parts = [tuple(column[~wanted] for column in columns)]  # type: ignore[list-item]
-            columns = [column[wanted] for column in columns]
+        gone, wanted = np.isin(columns[1], ops), np.isin(columns[1], peeked)
+        self._parts = [tuple(column[~gone] for column in columns)]  # type: ignore[list-item]
+        columns = [column[gone | wanted] for column in columns]
         self.rows = sum(len(part[0]) for part in self._parts)
         group, op, expected, whole, real = columns
         numbers = pl.DataFrame(whole, list(WHOLE))
