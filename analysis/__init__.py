@@ -8,11 +8,12 @@ from pathlib import Path
 
 import polars as pl
 
-from pulse_bpf.analysis import attribute, metrics, segment, stream
+from pulse_bpf.analysis import attribute, metrics, stream
 from pulse_bpf.analysis.findings import Findings
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import NEEDED, localize
-from pulse_bpf.analysis.port_bursts import narrowest_bins, port_bursts
+from pulse_bpf.analysis.port_bursts import least_of, narrowest_bins, port_bursts
+from pulse_bpf.analysis.program import CALLED, Program
 from pulse_bpf.analysis.samples import Batch
 from pulse_bpf.analysis.window import Window
 
@@ -70,8 +71,10 @@ def rows(
     yield kept
     for blocks in _blocks(recording, flows, known, on_read):
         for block in blocks:
+            if block.is_empty():
+                continue
             table = metrics.table([block])
-            narrowest.append(narrowest_bins(table))
+            narrowest = [least_of([*narrowest, narrowest_bins(table)])]
             yield table
     yield _of_ports(recording, narrowest, known)
 
@@ -130,9 +133,9 @@ def _blocks(
     for nodes, batches in groupby(unknown, lambda batch: batch.nodes):
         here = pl.col("node").is_in(nodes)
         own = flows.filter(here)
-        called, sent = segment.program(recording.calls.of(nodes, segment.CALLED))
-        segments = stream.segment(batches, own, called, sent, covered)
-        yield metrics.measure(segments, called, own, recording.samples.unlisted, covered)
+        program = Program(recording.calls.in_time(nodes, CALLED))
+        segments = stream.segment(batches, own, program, covered)
+        yield metrics.measure(segments, own, recording.samples, covered)
 
 
 def _read(recording: Recording, on_read: Callable[[int], object] | None) -> Iterator[Batch]:

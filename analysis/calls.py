@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import polars as pl
 
 from pulse_bpf.analysis.footers import footer_of
+from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.analysis.ports import UNREADABLE
 from pulse_bpf.schema import BOOL, OPS, empty
 
@@ -17,6 +19,9 @@ from pulse_bpf.schema import BOOL, OPS, empty
 ESSENTIAL = ("node", "pid", "kind", "call_ns")
 # Those that a communicator made and that are no part of a graph's making; the latter move nothing.
 CAPTURED = pl.col("origin").fill_null("call") == "capture"
+
+# Calls that are given at a time: enough that what it costs to look at some does not show.
+CHUNK_ROWS = 8192
 
 # What communicators were called for, each once; `carries`: whether with bytes.
 KINDS = pl.Schema(
@@ -75,12 +80,44 @@ class Calls:
         """All rows in memory."""
         return self._of(tuple(OPS), lambda _: True)
 
-    def of(self, nodes: Collection[str], columns: Sequence[str]) -> pl.DataFrame:
-        """The rows of some `nodes`, only these `columns`, which `node` is one of."""
+    def in_time(self, nodes: Collection[str], columns: Sequence[str]) -> Iterator[tuple[int, pl.DataFrame]]:
+        """The rows of some `nodes`, only these `columns` (with `node` and `call_ns`): some at a time, and the moment
+        before which no later one is, FOREVER at last.
+
+        Holds about CHUNK_ROWS of them, and the parts that overlap in time.
+        """
         here = pl.col("node").is_in(list(nodes))
-        return self._of(
-            columns, lambda part: any(part.nodes[0] <= node <= part.nodes[1] for node in nodes), here
-        )
+        parts = [
+            part for part in self._parts if any(part.nodes[0] <= node <= part.nodes[1] for node in nodes)
+        ]
+        parts.sort(key=lambda part: part.first_ns)
+        held = empty("ops").select(columns)
+        unread: list[_Part] = []
+        # How many of the rows of files are of other nodes shows in those that were read.
+        share = 1.0
+        for part, until_ns in zip(parts, [*(part.first_ns for part in parts[1:]), FOREVER], strict=False):
+            unread.append(part)
+            rows = sum(each.rows for each in unread)
+            if held.height + rows * share < CHUNK_ROWS and until_ns < FOREVER:
+                continue
+            before = held.height
+            held = pl.concat([held, *self._read_all(unread, columns, here)])
+            unread, share = [], max((held.height - before) / rows, 1 / CHUNK_ROWS)
+            if held.height < CHUNK_ROWS and until_ns < FOREVER:
+                continue
+            held = held.sort("call_ns", maintain_order=True)
+            call_ns = held["call_ns"]
+            ready, begin = int(call_ns.search_sorted(until_ns)), 0
+            while ready - begin >= 2 * CHUNK_ROWS:
+                end = int(call_ns.search_sorted(call_ns[begin + CHUNK_ROWS], "right"))
+                if end == ready:
+                    break
+                yield call_ns[end], held[begin:end]
+                begin = end
+            yield until_ns, held[begin:ready]
+            held = held[ready:]
+        if not parts:
+            yield FOREVER, held
 
     def begun(self, spans: Sequence[tuple[int, int]], columns: Sequence[str]) -> pl.DataFrame:
         """The rows of parts that have calls within one of the `spans` of time, or may have some that are CAPTURED."""
@@ -103,12 +140,17 @@ class Calls:
             kinds = pl.concat([kinds, found.unique(maintain_order=True)]).unique(maintain_order=True)
         return kinds
 
-    def _of(
-        self, columns: Sequence[str], wanted: Callable[[_Part], bool], where: pl.Expr | bool = True
-    ) -> pl.DataFrame:
+    def _of(self, columns: Sequence[str], wanted: Callable[[_Part], bool]) -> pl.DataFrame:
         nothing = empty("ops").select(columns)
-        found = [self._rows(part, columns, where) for part in self._parts if wanted(part)]
-        return pl.concat([nothing, *found])
+        return pl.concat([nothing, *(self._rows(part, columns) for part in self._parts if wanted(part))])
+
+    def _read_all(self, parts: Sequence[_Part], columns: Sequence[str], where: pl.Expr) -> list[pl.DataFrame]:
+        """The rows of some `parts`; those of several files at once, as each reading has its cost."""
+        paths = [part.path for part in parts if part.path is not None and part.plain]
+        if len(paths) == len(parts) and not self.unreadable:
+            with suppress(*UNREADABLE):
+                return [_read(paths, columns, where)]
+        return [self._rows(part, columns, where) for part in parts]
 
     def _rows(self, part: _Part, columns: Sequence[str], where: pl.Expr | bool = True) -> pl.DataFrame:
         if part.path is None:
@@ -156,7 +198,9 @@ def _complete(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.drop_nulls(ESSENTIAL)
 
 
-def _read(path: Path, columns: Sequence[str] = tuple(OPS), where: pl.Expr | bool = True) -> pl.DataFrame:
+def _read(
+    path: Path | list[Path], columns: Sequence[str] = tuple(OPS), where: pl.Expr | bool = True
+) -> pl.DataFrame:
     rows = pl.scan_parquet(path, hive_partitioning=False)
     there = rows.collect_schema()
     # What is left out while the file is read takes no memory.

@@ -92,8 +92,10 @@ def granted(
 
 
 @compiled
-def used(grants: Grants, since_ns: Longs, group: Longs, whole: Longs) -> Grants:
+def used(grants: Grants, since_ns: Longs, group: Longs, whole: Longs, idle_ns: Longs) -> Grants:
     """Fills the columns BEFORE, DURING and MEAN of operators, each group's in order; and returns the rest.
+
+    Those of each group until its `idle_ns`, before which none of its later operators begins, become one row.
 
     `since_ns` of each group is the end of its last operator so far, NOTHING before the first: what came before that one
     is not known to be its own.
@@ -118,6 +120,7 @@ def used(grants: Grants, since_ns: Longs, group: Longs, whole: Longs) -> Grants:
         if during:
             whole[row, MEAN] = start_ns + np.int64(moment / during)
         since_ns[own] = last_ns
+    _put_together(grants, at, idle_ns)
     groups = len(at)
     size = grants.begin[1:] - at
     begin = np.zeros(groups + 1, np.int64)
@@ -127,3 +130,12 @@ def used(grants: Grants, since_ns: Longs, group: Longs, whole: Longs) -> Grants:
         new.t_ns[begin[own] : begin[own + 1]] = grants.t_ns[at[own] : grants.begin[own + 1]]
         new.number[begin[own] : begin[own + 1]] = grants.number[at[own] : grants.begin[own + 1]]
     return new
+
+
+@compiled
+def _put_together(grants: Grants, at: Longs, idle_ns: Longs) -> None:
+    """Adds up the rows of each group from `at` on until its `idle_ns`, and moves `at` to the last of them."""
+    for own in range(len(at)):
+        while at[own] + 1 < grants.begin[own + 1] and grants.t_ns[at[own] + 1] <= idle_ns[own]:
+            grants.number[at[own] + 1] += grants.number[at[own]]
+            at[own] += 1

@@ -6,10 +6,10 @@ from typing import Any
 
 import polars as pl
 
+from pulse_bpf.analysis.callers import PROCESS
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.in_order import in_order
 from pulse_bpf.analysis.lags import IN_PAIRS
-from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY, TWO_SIDED
 
 # A call is late when it comes so much longer after the one before than on other ranks, and by this share longer.

@@ -8,13 +8,13 @@ import numpy as np
 import polars as pl
 
 from pulse_bpf.analysis.call_numbers import call_numbers
+from pulse_bpf.analysis.callers import PROCESS
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Flags, Longs
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.gradient import MAIN
 from pulse_bpf.analysis.names import numbered
 from pulse_bpf.analysis.readiness import end_together, ended_before, in_stages, ready
-from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.shape import NOTHING
 from pulse_bpf.analysis.twins import (
     ALL_TO_ALL,

@@ -8,10 +8,10 @@ from typing import Any
 
 import polars as pl
 
+from pulse_bpf.analysis.callers import PROCESS
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.in_order import in_order, numbered
 from pulse_bpf.analysis.lags import IN_PAIRS
-from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.twins import KEY, LEAST_BYTES
 
 # A lag counts when it exceeds the peers' by so many bins, by this much, and by this share of theirs. Windows of a live

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +13,10 @@ from pulse_bpf import schema
 from pulse_bpf.analysis.curves import Longs
 from pulse_bpf.analysis.ends import VOLUME_TOLERANCE
 from pulse_bpf.analysis.pairing import QP
-from pulse_bpf.analysis.samples import PORT
-from pulse_bpf.analysis.segment import KEY, PROCESS
-from pulse_bpf.analysis.stream import Segments
-from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U64
+from pulse_bpf.analysis.samples import PORT, Samples
+from pulse_bpf.analysis.segment import KEY
+from pulse_bpf.analysis.unsettled import Segments
+from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U32, U64
 
 CREDITS = ("credits_before", "credits_during", "credit_mean_ns")
 # What localization needs beyond the recording format; see `measure`.
@@ -40,6 +40,8 @@ OPERATORS = pl.Schema({**schema.OPERATORS, **_FURTHER})
 LEVELS = ("call", "flow", "nic", "traffic", "unattributed")
 # Rows that are made at a time: enough that what it costs to make some does not show, few beside what Python takes.
 BLOCK_ROWS = 16384
+# When operators ended.
+ENDS = pl.Schema({"op": U32, "op_end_ns": I64})
 UNLISTED = "its queue pair is not listed"
 
 # Rows are in the order of these.
@@ -59,11 +61,7 @@ _OF_TOTALS = (
 
 
 def measure(
-    segments: Segments,
-    operators: pl.DataFrame,
-    flows: pl.DataFrame,
-    unlisted: pl.DataFrame,
-    covered: pl.DataFrame,
+    segments: Iterable[Segments], flows: pl.DataFrame, samples: Samples, covered: pl.DataFrame
 ) -> Iterator[pl.DataFrame]:
     """The operators table of some nodes, about BLOCK_ROWS rows at a time, of which `table` makes one.
 
@@ -80,37 +78,51 @@ def measure(
     operator before and from its first byte to its last, `credit_mean_ns` when the latter did on average: null
     where none did, as with sources that do not tell.
     """
-    texts = _texts(operators, segments.groups, flows, unlisted)
-    operators = _cast(_with_coverage(operators, covered).drop("root"), texts)
-    groups = _cast(segments.groups, texts)
-    cuts, sums = segments.cuts, segments.sums
-    # In the order of calls, so that some calls at a time have all their rows.
-    of_call, of_sum = (_places(operators["op"], frame["op"]) for frame in (cuts, sums))
-    in_order, sums_in_order = (np.argsort(place, kind="stable") for place in (of_call, of_sum))
-    of_call, of_sum = of_call[in_order], of_sum[sums_in_order]
-    filled = np.maximum(np.bincount(of_call, minlength=operators.height), 1).cumsum()
-    edges = np.unique(np.searchsorted(filled, np.arange(0, filled[-1], BLOCK_ROWS))) if len(filled) else [0]
-    before_ns = pl.Series("op_end_ns", [None], I64)
-    for begin, end in pairwise([*edges, operators.height]):
-        here, there = (np.searchsorted(place, [begin, end]) for place in (of_call, of_sum))
-        own, before_ns = _of_calls(
-            cuts[in_order[slice(*here)]],
-            sums[sums_in_order[slice(*there)]],
-            operators[begin:end],
-            groups,
-            texts,
-            before_ns,
+    ends = pl.DataFrame(schema=ENDS)
+    for settled in segments:
+        unlisted = samples.unlisted
+        texts = _texts(settled.operators, settled.groups, flows, unlisted)
+        operators = _cast(_with_coverage(settled.operators, covered).drop("root"), texts)
+        groups = _cast(settled.groups, texts)
+        cuts, sums = settled.cuts, settled.sums
+        # In the order of calls, so that some calls at a time have all their rows.
+        of_call, of_sum = (_places(operators["op"], frame["op"]) for frame in (cuts, sums))
+        in_order, sums_in_order = (np.argsort(place, kind="stable") for place in (of_call, of_sum))
+        of_call, of_sum = of_call[in_order], of_sum[sums_in_order]
+        filled = np.maximum(np.bincount(of_call, minlength=operators.height), 1).cumsum()
+        edges = np.searchsorted(filled, _even(int(filled[-1]))) if len(filled) else [0]
+        for begin, end in pairwise([*np.unique(edges), operators.height]):
+            here, there = (np.searchsorted(place, [begin, end]) for place in (of_call, of_sum))
+            own, ends = _of_calls(
+                cuts[in_order[slice(*here)]],
+                sums[sums_in_order[slice(*there)]],
+                operators[begin:end],
+                groups,
+                texts,
+                ends,
+            )
+            yield own
+        traffic = settled.outside.join(groups.drop("use"), on="group").with_columns(
+            bytes=pl.col("net") + pl.col("retx_bytes"),
+            last_byte_ns=pl.col("last_ns") + pl.col("bin_ns"),
+            level=pl.lit("traffic", texts["level"]),
+            origin=pl.lit("traffic", texts["origin"]),
         )
-        yield own
-    traffic = segments.outside.join(groups.drop("use"), on="group").with_columns(
-        bytes=pl.col("net") + pl.col("retx_bytes"),
-        last_byte_ns=pl.col("last_ns") + pl.col("bin_ns"),
-        level=pl.lit("traffic", texts["level"]),
-        origin=pl.lit("traffic", texts["origin"]),
-    )
-    # What the source could not tell from data.
+        rest = [traffic, *(_cast(frame, texts) for frame in _of_flows(settled.totals, flows, unlisted))]
+        yield _complete(pl.concat(rest, how="diagonal_relaxed"), texts)
+
+
+def _even(rows: int) -> Longs:
+    """Where blocks of about BLOCK_ROWS of so many `rows` begin, none much smaller than another."""
+    return np.linspace(0, rows, max(1, round(rows / BLOCK_ROWS)), endpoint=False).astype(np.int64)
+
+
+def _of_flows(totals: pl.DataFrame, flows: pl.DataFrame, unlisted: pl.DataFrame) -> tuple[pl.DataFrame, ...]:
+    """Rows of what flows carried in all that is of no communicator, or what the source could not tell from data."""
+    if totals.is_empty():
+        return ()
     control = (
-        segments.totals.join(flows.filter(pl.col("comm_id").is_not_null()), on="flow")
+        totals.join(flows.filter(pl.col("comm_id").is_not_null()), on="flow")
         .filter(pl.col("direction") != pl.col("data"))
         .group_by(*KEY, "gpu", "peer_pid")
         .agg(_OF_TOTALS)
@@ -119,15 +131,14 @@ def measure(
     )
     listed = pl.concat([flows.select("flow", *QP, "comm_id", "reason"), unlisted], how="diagonal")
     unattributed = (
-        segments.totals.join(listed, on="flow")
+        totals.join(listed, on="flow")
         .filter(pl.col("comm_id").is_null())
         .with_columns(pl.col("reason").fill_null(UNLISTED))
         .group_by(*PORT, "reason")
         .agg(_OF_TOTALS)
         .with_columns(level=pl.lit("unattributed"), origin=pl.lit("traffic"))
     )
-    parts = [traffic, _cast(control, texts), _cast(unattributed, texts)]
-    yield _complete(pl.concat(parts, how="diagonal_relaxed"), texts)
+    return control, unattributed
 
 
 def _of_calls(
@@ -136,9 +147,9 @@ def _of_calls(
     operators: pl.DataFrame,
     groups: pl.DataFrame,
     texts: dict[str, pl.Enum],
-    before_ns: pl.Series,
-) -> tuple[pl.DataFrame, pl.Series]:
-    """The rows of the calls `operators`, which follow one that ended at `before_ns`, and when their last one ended."""
+    ends: pl.DataFrame,
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The rows of the calls `operators`, and `ends` as `_timed` has them."""
     # Calls that no flow carried a byte of have a row of their own, which stands for the groups they should use.
     of_call = _places(operators["op"], cuts["op"])
     carried = np.zeros(operators.height, np.bool_)
@@ -164,24 +175,33 @@ def _of_calls(
     own = pl.concat([of_flow, of_nics, silent], how="diagonal").with_columns(
         origin=pl.coalesce("origin", pl.lit("call", texts["origin"]))
     )
-    own, end_ns = _timed(own, operators, before_ns)
-    return _complete(own, texts), end_ns
+    own, ends = _timed(own, operators, ends)
+    return _complete(own.filter("told"), texts), ends
 
 
 def table(blocks: Sequence[pl.DataFrame]) -> pl.DataFrame:
     """OPERATORS of the `blocks`, which are of the same nodes, in an order that does not depend on how rows came."""
-    whole = blocks[0] if len(blocks) == 1 else pl.concat(blocks)
-    text = whole.select(pl.col(pl.Enum)).columns
-    return whole[whole.select(pl.arg_sort_by(ORDER).alias("order"))["order"]].cast(dict.fromkeys(text, STR))
+    text = pl.col(blocks[0].select(pl.col(pl.Enum)).columns).cast(STR)
+    if len(blocks) == 1:
+        return blocks[0][_order(blocks[0])].with_columns(text)
+    whole = pl.concat([block.with_columns(text) for block in blocks])
+    return whole[_order(_keys(whole))]
 
 
 def written(path: Path, columns: Collection[str]) -> pl.DataFrame:
     """Some `columns`, those of ORDER among them, of the operators table whose blocks are the rows of the Parquet file
     `path`, in the order of analysis.measure: node by node, and what ports moved last."""
     whole = pl.scan_parquet(path).select(name for name in OPERATORS if name in columns).collect()
+    return whole[_order(_keys(whole), pl.col("level") == "port")]
+
+
+def _keys(whole: pl.DataFrame) -> pl.DataFrame:
     keys = whole.select("origin", *ORDER)
-    keys = _cast(keys, _texts(keys)).select(pl.arg_sort_by(pl.col("level") == "port", *ORDER).alias("order"))
-    return whole[keys["order"]]
+    return _cast(keys, _texts(keys))
+
+
+def _order(rows: pl.DataFrame, *first: pl.Expr) -> pl.Series:
+    return rows.select(pl.arg_sort_by(*first, *ORDER).alias("order"))["order"]
 
 
 def together(tables: Sequence[pl.DataFrame]) -> pl.DataFrame:
@@ -217,10 +237,8 @@ def _complete(frame: pl.DataFrame, texts: dict[str, pl.Enum]) -> pl.DataFrame:
 
 
 def _places(of: pl.Series, wanted: pl.Series) -> Longs:
-    """Where each of the numbers `wanted` is in `of`, which has them all, once."""
-    places = np.zeros(int(of.max() or 0) + 1, np.int64)  # type: ignore[arg-type]
-    places[of.to_numpy()] = np.arange(len(of))
-    return np.asarray(places[wanted.to_numpy()], np.int64)
+    """Where each of the numbers `wanted` is in `of`, which has them all, in order."""
+    return np.asarray(np.searchsorted(of.to_numpy(), wanted.to_numpy()), np.int64)
 
 
 def _with_coverage(operators: pl.DataFrame, covered: pl.DataFrame) -> pl.DataFrame:
@@ -256,11 +274,11 @@ def _of_nics(
 
 
 def _timed(
-    own: pl.DataFrame, operators: pl.DataFrame, before_ns: pl.Series
-) -> tuple[pl.DataFrame, pl.Series]:
-    """`own` with completion, end and what depends on the process's other operators, and the end of the last of these.
+    own: pl.DataFrame, operators: pl.DataFrame, ends: pl.DataFrame
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """`own` with completion, end and what depends on the operator before of the same process.
 
-    They are `operators` and the one before them, which ended at `before_ns`.
+    These are among `operators` or in `ends` (ENDS); returned with the ends of operators that none is known to follow.
     """
     complete = pl.col("completion") >= 1 - VOLUME_TOLERANCE
     own = own.with_columns(
@@ -275,16 +293,19 @@ def _timed(
         start_err_ns="bin_ns",
         end_err_ns="bin_ns",
     )
-    ends = own.group_by("op").agg(pl.col("end_ns").max().alias("op_end_ns"))
-    of_calls = operators.select("op", *PROCESS, "program_pos").join(
-        ends, on="op", how="left", maintain_order="left"
+    own_ends = own.group_by("op").agg(pl.col("end_ns").max().alias("op_end_ns"))
+    of_calls = operators.select("op", "before", "told", "followed").join(
+        own_ends, on="op", how="left", maintain_order="left"
     )
-    of_calls = of_calls.select(
-        "op_end_ns",
-        prev_end_ns=pl.when(pl.col("program_pos") > 0).then(
-            pl.concat([before_ns, of_calls["op_end_ns"]]).head(of_calls.height)
-        ),
+    ends = pl.concat([ends, of_calls.filter(~pl.col("followed") | ~pl.col("told")).select(ENDS.names())])
+    of_calls = of_calls.join(
+        ends.rename({"op": "before", "op_end_ns": "prev_end_ns"}),
+        on="before",
+        how="left",
+        maintain_order="left",
     )
+    ends = ends.join(of_calls.filter("told"), left_on="op", right_on="before", how="anti")
+    of_calls = of_calls.select("op_end_ns", "prev_end_ns")
     timed = pl.concat([own, of_calls[_places(operators["op"], own["op"])]], how="horizontal").with_columns(
         start_lag_ns=pl.col("start_ns") - pl.col("prev_end_ns"),
         tail_ns=pl.col("op_end_ns") - pl.col("end_ns"),
@@ -294,4 +315,4 @@ def _timed(
         confidence=pl.when(pl.col("paced").fill_null(False)).then(1.0).otherwise(0.7),
         **{name: pl.when(pl.col("credits_during") > 0).then(name) for name in CREDITS},
     )
-    return timed, of_calls["op_end_ns"].tail(1)
+    return timed, ends

@@ -25,6 +25,11 @@ def narrowest_bins(operators: pl.DataFrame) -> pl.DataFrame:
     return of_flows.group_by(WHERE).agg(pl.col("bin_ns").min().alias("seen_ns"))
 
 
+def least_of(narrowest: Iterable[pl.DataFrame]) -> pl.DataFrame:
+    """What `narrowest_bins` would say of all, where it says `narrowest` of some."""
+    return pl.concat(narrowest).group_by(WHERE).agg(pl.col("seen_ns").min())
+
+
 def port_bursts(samples: pl.DataFrame, narrowest: Iterable[pl.DataFrame]) -> pl.DataFrame:
     """Rows of level "port" (metrics.OPERATORS): the pieces, between silent bins, of what ports moved.
 
@@ -33,7 +38,7 @@ def port_bursts(samples: pl.DataFrame, narrowest: Iterable[pl.DataFrame]) -> pl.
     wmed_gbps (the byte-weighted median bin) and bin_ns; it may belong to several operators at once. Bins in which only
     control packets moved are silent.
     """
-    seen = pl.concat(narrowest).group_by(WHERE).agg(pl.col("seen_ns").min())
+    seen = least_of(narrowest)
     size = pl.col("bytes") / pl.col("packets")
     rows = (
         samples.drop_nulls(["node", "nic", "direction", "t_ns", "bin_ns", "bytes"])

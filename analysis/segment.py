@@ -1,126 +1,116 @@
-"""The operators that a process's calls make, and what each should put on which flows."""
+"""What each operator should put on which flows, and when the processes of a node called it."""
 
 from __future__ import annotations
 
 import numpy as np
 import polars as pl
+from numpy.typing import NDArray
 
-from pulse_bpf.analysis.calls import CAPTURED
+from pulse_bpf.analysis.callers import LATEST_NS, LISTED, PROCESS, Callers
 from pulse_bpf.analysis.curves import Longs
-from pulse_bpf.analysis.node_calls import match_calls
 from pulse_bpf.analysis.samples import PORT
-from pulse_bpf.schema import F64, I64, U32, U64
+from pulse_bpf.schema import BOOL, F64, I32, I64, STR, U32, U64
 
-PROCESS = ["node", "pid"]
 # What the flows of one group have in common.
 KEY = [*PROCESS, "nic", "port", "comm_id", "use", "rank", "peer_rank", "peer_node", "peer_nic", "direction"]
 
-# What makes calls a program.
-CALLED = (
-    *("node", "pid", "tid", "comm_id", "rank", "nranks", "gpu", "seq", "kind", "bytes", "peer", "group"),
-    *("call_ns", "nccl_seq", "origin"),
-)
 # How far bytes may be from the share that a whole number of channels makes: a recording cuts operators at its ends.
 SHARE_TOLERANCE = 0.02
 # A kind of operator that would carry more than so many times all bytes of a flow group does not use it.
 MOST = 20.0
 
 
-def program(ops: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The operators of each process in program order, and what their point-to-point calls carry, of calls (CALLED).
-
-    All Send and Recv calls of one ncclGroup on one communicator are one operator of kind "Group". Calls that
-    were captured into a graph move nothing and are left out. The operators have: op (a number for the row),
-    node, pid, comm_id, rank, nranks, gpu, kind, op_bytes (null for Group), root, call_ns (of the first call),
-    op_seq and program_pos (from 0, within the communicator and the process), nccl_seq, origin. The second
-    frame has op, direction, peer_rank, bytes.
-    """
-    calls = (
-        ops.filter(pl.col("comm_id").is_not_null(), ~CAPTURED)
-        .sort("node", "pid", "call_ns", "comm_id", "seq")
-        .with_row_index("call")
-        .with_columns(two_sided=pl.col("kind").is_in(["Send", "Recv"]))
-    )
-    grouped = pl.col("two_sided") & pl.col("group").is_not_null()
-    calls = calls.with_columns(
-        first_call=pl.when(grouped)
-        .then(pl.col("call").min().over("node", "pid", "tid", "comm_id", "two_sided", "group"))
-        .otherwise("call")
-    )
-    operators = (
-        calls.group_by("first_call", maintain_order=True)
-        .agg(
-            pl.col("node", "pid", "comm_id", "rank", "nranks", "gpu", "nccl_seq", "origin").first(),
-            pl.when(grouped.first()).then(pl.lit("Group")).otherwise(pl.col("kind").first()).alias("kind"),
-            pl.when(~grouped.first()).then(pl.col("bytes").first()).alias("op_bytes"),
-            pl.when(~grouped.first()).then(pl.col("peer").first()).alias("root"),
-            pl.col("call_ns").min(),
-        )
-        .sort("first_call")
-        .with_columns(
-            op=pl.col("first_call").cast(U32),
-            op_seq=pl.int_range(pl.len(), dtype=U64).over("node", "pid", "comm_id"),
-            program_pos=pl.int_range(pl.len(), dtype=U64).over("node", "pid"),
-        )
-        .drop("first_call")
-    )
-    sent = (
-        calls.filter("two_sided", pl.col("peer") != pl.col("rank"))
-        .with_columns(direction=pl.when(pl.col("kind") == "Send").then(pl.lit("tx")).otherwise(pl.lit("rx")))
-        .group_by(pl.col("first_call").cast(U32).alias("op"), "direction", pl.col("peer").alias("peer_rank"))
-        .agg(pl.col("bytes").sum())
-    )
-    return operators, sent
+# What `Volumes` keeps of operators, of what they sent, of groups whose shares are settled, and of what they move.
+SENT = pl.Schema({"op": U32, "peer_rank": I32, "bytes": U64, "tx": BOOL})
+SETTLED = pl.Schema(
+    {"group": U32, "who": I64, "tx": BOOL, "rank": I32, "peer_rank": I32}
+    | {"no_direct": BOOL, "no_ring": BOOL, "lane": F64, "share": F64, "direct_share": F64}
+    | {"from_ns": I64, "to_ns": I64}
+)
+FACTORS = pl.Schema({"group": U32, "by_ring": BOOL, "kind": STR, "of_size": F64, "factor": F64})
 
 
 class Volumes:
-    """What the `operators` (as `program` has them, with what they `sent`) should put on groups of flows.
+    """What operators, as they come, should put on the `groups` of flows (`group` and the columns KEY).
 
     Calls outside the time in which a port was `covered` take no bytes there. Volumes are those of NCCL's ring
     algorithm (chains for Broadcast and Reduce) and of direct transfers, from its published design; other algorithms
     show as a factor, which is learned later.
     """
 
-    def __init__(self, operators: pl.DataFrame, sent: pl.DataFrame, covered: pl.DataFrame) -> None:
+    def __init__(self, groups: pl.DataFrame, covered: pl.DataFrame) -> None:
         self._covered = covered
-        self._sent = sent.with_columns(tx=pl.col("direction") == "tx").drop("direction")
-        self._processes = (
-            operators.select(*PROCESS, "comm_id").unique(maintain_order=True).with_row_index("who")
-        )
-        # Whose calls are those of one communicator on one node.
-        members = self._processes.with_columns(together=pl.struct("node", "comm_id").rank("dense"))
-        of_kind = pl.col("kind").rank("dense").cast(I64)
-        own = operators.join(members, on=[*PROCESS, "comm_id"], nulls_equal=True).with_columns(
-            of_kind=of_kind,
-            # What of its volume an operator of the ring moves depends on its size, too.
-            of_size=of_kind.max() + pl.struct("kind", "op_bytes").rank("dense").cast(I64),
-            certain=pl.col("kind").is_in(["Group", "Send", "Recv"]),
-            size=pl.col("op_bytes").cast(F64),
-            nranks=pl.col("nranks").cast(F64),
-        )
-        first_ns, last_ns = _first_calls(own)
-        self._operators = own.with_columns(first_call_ns=first_ns, last_call_ns=last_ns).select(
-            *("op", "who", "kind", "size", "nranks", "root", "program_pos", "of_kind", "of_size"),
-            *("certain", "call_ns", "first_call_ns", "last_call_ns"),
-        )
+        self._begun = covered.group_by("node").agg(pl.col("from_ns").max())
+        self._callers = Callers(groups.select(*PROCESS, "comm_id").unique(maintain_order=True))
+        self.who = self._callers.of(groups)["who"].to_numpy()
+        self._operators = pl.DataFrame(schema=LISTED)
+        self._sent = pl.DataFrame(schema=SENT)
+        self._settled = pl.DataFrame(schema=SETTLED)
+        self._unused = pl.DataFrame(schema={"group": U32, "kind": STR, "size": F64, "none": F64})
+        self._factors = pl.DataFrame(schema=FACTORS)
+        self._common = np.ones(groups.height)
 
-    def of(self, groups: pl.DataFrame, chosen: pl.Series, until_ns: int) -> pl.DataFrame:
+    @property
+    def early_ns(self) -> Longs:
+        """When each group's process called first on its communicator: [groups, EARLY], FOREVER where it did not yet."""
+        return np.asarray(self._callers.early_ns[self.who], np.int64)
+
+    @property
+    def unlisted_ns(self) -> Longs:
+        """Before when each group has no operator that is not listed yet."""
+        return np.asarray(self._callers.unlisted_ns[self.who], np.int64)
+
+    @property
+    def unlisted(self) -> NDArray[np.uint32]:
+        """The operators that are not listed yet."""
+        return self._callers.unlisted
+
+    def add(
+        self, operators: pl.DataFrame, sent: pl.DataFrame, until_ns: int, held: pl.DataFrame
+    ) -> pl.DataFrame:
+        """Takes operators and what they `sent` (program.Program). Returns what those that are now listed put on groups
+        whose shares are settled: group, op, direct, first_call_ns, last_call_ns, volume, and its `factor`."""
+        begun = operators.join(self._begun, on="node", how="left", maintain_order="left")
+        begun = begun.with_columns(counts=(pl.col("call_ns") >= pl.col("from_ns")).fill_null(True))
+        listed = self._callers.add(begun, until_ns, held)
+        self._operators = pl.concat([self._operators, listed])
+        self._sent = pl.concat(
+            [
+                self._sent,
+                sent.select("op", "peer_rank", "bytes", tx=pl.col("direction") == "tx").select(SENT.names()),
+            ]
+        )
+        pairs = self._settled.join(listed, on="who")
+        calls = self._with_volumes(_moved(self._with_sent(pairs)), self._unused)
+        by = ["group", "by_ring", "kind", "of_size"]
+        calls = calls.join(self._factors, on=by, how="left", nulls_equal=True, maintain_order="left")
+        common = pl.Series("common", self._common[calls["group"].to_numpy()])
+        return calls.with_columns(factor=pl.col("factor").fill_null(common))
+
+    def forget(self, until_ns: int) -> None:
+        """Groups that are settled from now on have nothing to do with operators before `until_ns`."""
+        self._operators = self._operators.filter(pl.col("call_ns") >= until_ns)
+        self._sent = self._sent.join(self._operators, on="op", how="semi", maintain_order="left")
+
+    def of(self, groups: pl.DataFrame, since_ns: Longs, chosen: Longs, until_ns: int) -> pl.DataFrame:
         """group, op, kind_index, certain, direct, seen, first_call_ns, last_call_ns, volume > 0, in program order.
 
         `groups`, of which those `chosen` are asked for, have the columns KEY, `total` bytes until `until_ns`, and
         `channels`, the queue pairs they came on. Shares of rings and of NICs are taken from the calls `seen` by then.
-        `kind_index` is equal where operators move the same multiple of their volume.
+        A group takes part in calls from its `since_ns` on. `kind_index` is equal where operators move the same multiple
+        of their volume: those of one (by_ring, kind, of_size).
         """
         where = ["node", "comm_id", "direction"]
         # Point-to-point calls have queue pairs of their own, unless a transport has one for all that two processes say.
         own = pl.col("use").is_in(["pairs", "alltoall"]).fill_null(False)
         collective = (pl.col("use") == "collective").fill_null(False)
         peer = [*PROCESS, *where[1:], "peer_rank", "peer_node"]
-        asked = pl.col("group").is_in(chosen.implode())
+        asked = pl.col("group").is_in(pl.Series(chosen, dtype=U32).implode())
+        number = groups["group"].to_numpy()
         groups = (
-            groups.filter(asked.any().over("node", "comm_id"))
-            .join(self._processes, on=[*PROCESS, "comm_id"])
-            .join(self._covered, on=PORT, how="left")
+            groups.with_columns(who=pl.Series(self.who[number]), since_ns=pl.Series(since_ns[number]))
+            .filter(asked.any().over("node", "comm_id"))
+            .join(self._covered, on=PORT, how="left", maintain_order="left")
             .with_columns(
                 tx=pl.col("direction") == "tx",
                 no_direct=collective & own.any().over(where),
@@ -129,94 +119,107 @@ class Volumes:
                 lane=pl.col("total") / pl.col("total").sum().over(peer),
             )
         )
-        pairs = groups.select(
-            *("group", "who", "tx", "rank", "peer_rank", "total", "lane", "no_direct", "no_ring"),
-            *("from_ns", "to_ns"),
-        ).join(self._operators, on="who")
-        pairs = pairs.join(self._sent, on=["op", "tx", "peer_rank"], how="left", maintain_order="left")
-        size, nranks, kind = pl.col("size"), pl.col("nranks"), pl.col("kind")
-        from_rank = pl.when("tx").then("rank").otherwise("peer_rank")
-        to_rank = pl.when("tx").then("peer_rank").otherwise("rank")
-        direct = (
-            pl.when("no_direct")
-            .then(0.0)
-            .when("certain")
-            .then(pl.col("bytes").cast(F64))
-            .when(
-                (kind == "AlltoAll")
-                | ((kind == "Gather") & (to_rank == pl.col("root")))
-                | ((kind == "Scatter") & (from_rank == pl.col("root")))
-            )
-            .then(size / nranks)
-            .otherwise(0.0)
+        pairs = (
+            groups.filter(asked)
+            .join(self._operators, on="who")
+            .filter(pl.col("call_ns") >= pl.col("since_ns"))
         )
-        ring = (
-            pl.when("no_ring")
-            .then(0.0)
-            .when(kind == "AllReduce")
-            .then(2 * (nranks - 1) / nranks * size)
-            .when(kind.is_in(["AllGather", "ReduceScatter"]))
-            .then((nranks - 1) / nranks * size)
-            .when((kind == "Broadcast") & (to_rank != pl.col("root")).fill_null(True))
-            .then(size)
-            .when((kind == "Reduce") & (from_rank != pl.col("root")).fill_null(True))
-            .then(size)
-            .otherwise(0.0)
-        )
-        pairs = pairs.with_columns(
-            direct=direct.fill_null(0.0), ring=ring.fill_null(0.0), seen=pl.col("first_call_ns") < until_ns
-        )
+        # Another process of the node may have called long before.
+        seen = (pl.col("first_call_ns") < until_ns) & (pl.col("call_ns") < until_ns + LATEST_NS)
+        pairs = _moved(self._with_sent(pairs)).with_columns(seen=seen)
         # Calls are recorded before the first byte is counted, and after the last.
         carried = (
             pairs.filter("seen", pl.col("call_ns").is_between("from_ns", "to_ns"))
-            .group_by("group", "of_size")
+            .group_by("group", "kind", "size")
             .agg(pl.col("direct", "ring").sum())
         )
         # More than the group carries in all is no part of it.
         unused = carried.join(groups.select("group", "total"), on="group").filter(
             pl.col("ring") > MOST * pl.col("total")
         )
+        unused = unused.select("group", "kind", "size", none=pl.lit(0.0))
+        self._unused = pl.concat([self._unused, unused])
+        direct = carried.group_by("group").agg(pl.col("direct").sum())
+        before = self._settled.join(groups.select("group", "total"), on="group")
+        before = before.select("group", direct=pl.col("direct_share") * pl.col("total"))
+        shares = _shares(groups, pl.concat([direct, before]), where)
+        settled = groups.filter(asked).join(direct, on="group", how="left", maintain_order="left")
+        settled = settled.join(shares, on="group", how="left", maintain_order="left")
+        self._settled = pl.concat(
+            [
+                self._settled,
+                settled.with_columns(
+                    direct_share=pl.col("direct").fill_null(0.0) / pl.col("total"),
+                    share=pl.col("share").fill_nan(0).fill_null(0),
+                ).select(SETTLED.names()),
+            ]
+        )
+        pairs = pairs.join(
+            self._settled.select("group", "share"), on="group", how="left", maintain_order="left"
+        )
+        kind, by_size = pl.col("kind").rank("dense"), pl.struct("kind", "size").rank("dense")
+        return self._with_volumes(pairs, unused).with_columns(
+            kind_index=pl.when("by_ring").then(kind.max() + by_size).otherwise(kind).cast(I64)
+        )
+
+    def learned(self, group: int, factors: pl.DataFrame, common: float) -> None:
+        """What a group was found to move of the volume of calls, by kind (FACTORS), and of those of other kinds."""
+        self._factors = pl.concat([self._factors, factors])
+        self._common[group] = common
+
+    def _with_sent(self, pairs: pl.DataFrame) -> pl.DataFrame:
+        return pairs.join(self._sent, on=["op", "tx", "peer_rank"], how="left", maintain_order="left")
+
+    @staticmethod
+    def _with_volumes(pairs: pl.DataFrame, unused: pl.DataFrame) -> pl.DataFrame:
         if not unused.is_empty():
-            key = ["group", "of_size"]
-            pairs = pairs.join(
-                unused.select(*key, none=pl.lit(0.0)), on=key, how="left", maintain_order="left"
-            )
-            pairs = pairs.with_columns(ring=pl.coalesce("none", "ring"))
-        shares = _shares(groups, carried.group_by("group").agg(pl.col("direct").sum()), where)
-        by_ring = pl.col("ring") > 0
+            key = ["group", "kind", "size"]
+            pairs = pairs.join(unused, on=key, how="left", nulls_equal=True, maintain_order="left")
+            pairs = pairs.with_columns(ring=pl.coalesce("none", "ring")).drop("none")
         return (
-            pairs.filter(asked)
-            .join(shares, on="group", how="left", maintain_order="left")
-            .select(
-                "group",
-                "op",
-                pl.when(by_ring).then("of_size").otherwise("of_kind").alias("kind_index"),
-                *("certain", "first_call_ns", "last_call_ns", "seen", "program_pos", "call_ns"),
-                pl.col("direct") > 0,
-                *("from_ns", "to_ns"),
-                volume=pl.col("direct") * pl.col("lane")
-                + pl.col("ring") * pl.col("share").fill_nan(0).fill_null(0),
+            pairs.with_columns(
+                by_ring=pl.col("ring") > 0,
+                volume=pl.col("direct") * pl.col("lane") + pl.col("ring") * pl.col("share"),
+                direct=pl.col("direct") > 0,
             )
             .filter(pl.col("volume") > 0, pl.col("call_ns").is_between("from_ns", "to_ns"))
-            .sort("group", "program_pos")
-            .drop("from_ns", "to_ns", "call_ns", "program_pos")
+            .with_columns(of_size=pl.when("by_ring").then("size"))
+            .sort("group", "op")
         )
 
 
-def called_ns(groups: pl.DataFrame, operators: pl.DataFrame, covered: pl.DataFrame, number: int) -> pl.Series:
-    """When the process of each of `groups` made call `number` on its communicator since its node was `covered`.
-
-    The least moment there is where it made fewer, or another process sends for it.
-    """
-    begun = covered.group_by("node").agg(pl.col("from_ns").max())
-    calls = (
-        operators.join(begun, on="node", how="left")
-        .filter((pl.col("call_ns") >= pl.col("from_ns")).fill_null(True))
-        .group_by(*PROCESS, "comm_id")
-        .agg(pl.col("call_ns").sort().get(number - 1, null_on_oob=True))
+def _moved(pairs: pl.DataFrame) -> pl.DataFrame:
+    """`pairs` of a group and an operator, with what the latter would put on the former: `direct`, and by a `ring`."""
+    size, nranks, kind = pl.col("size"), pl.col("nranks"), pl.col("kind")
+    from_rank = pl.when("tx").then("rank").otherwise("peer_rank")
+    to_rank = pl.when("tx").then("peer_rank").otherwise("rank")
+    direct = (
+        pl.when("no_direct")
+        .then(0.0)
+        .when("certain")
+        .then(pl.col("bytes").cast(F64))
+        .when(
+            (kind == "AlltoAll")
+            | ((kind == "Gather") & (to_rank == pl.col("root")))
+            | ((kind == "Scatter") & (from_rank == pl.col("root")))
+        )
+        .then(size / nranks)
+        .otherwise(0.0)
     )
-    found = groups.join(calls, on=[*PROCESS, "comm_id"], how="left", maintain_order="left")["call_ns"]
-    return found.fill_null(np.iinfo(np.int64).min)
+    ring = (
+        pl.when("no_ring")
+        .then(0.0)
+        .when(kind == "AllReduce")
+        .then(2 * (nranks - 1) / nranks * size)
+        .when(kind.is_in(["AllGather", "ReduceScatter"]))
+        .then((nranks - 1) / nranks * size)
+        .when((kind == "Broadcast") & (to_rank != pl.col("root")).fill_null(True))
+        .then(size)
+        .when((kind == "Reduce") & (from_rank != pl.col("root")).fill_null(True))
+        .then(size)
+        .otherwise(0.0)
+    )
+    return pairs.with_columns(direct=direct.fill_null(0.0), ring=ring.fill_null(0.0))
 
 
 def _shares(groups: pl.DataFrame, direct: pl.DataFrame, where: list[str]) -> pl.DataFrame:
@@ -241,25 +244,3 @@ def _shares(groups: pl.DataFrame, direct: pl.DataFrame, where: list[str]) -> pl.
         .then(alike)
         .otherwise(measured),
     )
-
-
-def _first_calls(operators: pl.DataFrame) -> tuple[Longs, Longs]:
-    """When the first and the last process of the node made the call of each of the `operators`.
-
-    With PXN a queue pair carries what another GPU of the node sends, so bytes may flow from then on. Observed
-    sequences of two processes may begin one call apart; they are matched by kind, size and time. Point-to-point
-    calls are the caller's own.
-    """
-    call_ns = operators["call_ns"].to_numpy()
-    first_ns, last_ns = call_ns.copy(), call_ns.copy()
-    shared = np.flatnonzero(~operators["certain"].to_numpy())
-    who, together, step, of_size = (
-        operators[name].cast(I64).to_numpy()[shared] for name in ("who", "together", "op_seq", "of_size")
-    )
-    order = np.lexsort((step, who, together))
-    begins = np.flatnonzero(np.diff(who[order], prepend=-1, append=-1))
-    if len(shared):
-        match_calls(
-            begins, together[order], step[order], of_size[order], shared[order], call_ns, first_ns, last_ns
-        )
-    return first_ns, last_ns

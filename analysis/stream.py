@@ -2,121 +2,103 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import numpy as np
 import polars as pl
-from numpy.typing import NDArray
 
 from pulse_bpf.analysis import boundaries, curves, grants, outside, pool, walk
+from pulse_bpf.analysis.callers import EARLY, LATEST_NS, PROCESS
 from pulse_bpf.analysis.curves import Floats, Longs
-from pulse_bpf.analysis.pool import Found
+from pulse_bpf.analysis.listing import Listing
+from pulse_bpf.analysis.pairing import FOREVER
+from pulse_bpf.analysis.program import Program
 from pulse_bpf.analysis.samples import PORT, Batch
-from pulse_bpf.analysis.segment import KEY, PROCESS, Volumes, called_ns
-from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, weighted
-from pulse_bpf.schema import BOOL, F64, I64, STR, U32, U64
+from pulse_bpf.analysis.segment import FACTORS, KEY, Volumes
+from pulse_bpf.analysis.shape import NOTHING, weighted
+from pulse_bpf.analysis.unsettled import TOTALS, Cuts, Segments, version_of, versions
+from pulse_bpf.schema import I64, U32
 
 # How flows are cut is learned from so much of their traffic, in bins too, then kept.
 WARMUP_NS, WARMUP_BINS = 1_000_000_000, 4096
-# Where a process stood still meanwhile: until it made so many calls, but no longer than so many times that.
-WARMUP_CALLS, PATIENCE = 8, 8
+# Where a process stood still meanwhile: until it made EARLY calls, but no longer than so many times that.
+PATIENCE = 8
 # Bins at full speed that a window for the bursting rate spans: fewer count packets, more hide short bursts.
 WINDOW_BINS = 2.0
-# Operators that become a frame at a time.
-FRAME_ROWS = 16384
-
-TOTALS = pl.Schema({"flow": U64, "direction": STR} | dict.fromkeys(curves.TOTALS[:-1], I64))
-CALLS = pl.Schema({"group": U32, "op": U32, "expected_bytes": F64, "paced": BOOL, "bin_ns": I64})
-SUMS = pl.Schema({"group": U32, "op": U32, "bin_ns": I64})
-
-
-@dataclass(frozen=True)
-class Segments:
-    """What the samples of some nodes were cut into.
-
-    `groups`: flow groups, one per KEY, numbered by `group`, with their `flows` and `bin_ns`. `cuts`: one row per
-    (group, operator `op` that should use it) with `expected_bytes`, `paced` and the columns WHOLE and REAL of shape.py.
-    `sums`: these of operators over all peers of a NIC, per op and the PORT that a `group` has. `outside`: the bytes of
-    each group that belong to no operator, burst by burst where it has no call. `totals`: the TOTALS of each flow and
-    direction.
-    """
-
-    groups: pl.DataFrame
-    cuts: pl.DataFrame
-    sums: pl.DataFrame
-    outside: pl.DataFrame
-    totals: pl.DataFrame
+# Operators, found on groups or not, after which those that are settled are told.
+SETTLED_ROWS = 16384
 
 
 def segment(
-    batches: Iterable[Batch],
-    flows: pl.DataFrame,
-    operators: pl.DataFrame,
-    sent: pl.DataFrame,
-    covered: pl.DataFrame,
-) -> Segments:
-    """What the samples in `batches`, all of the same nodes, were cut into; the rest as Cutter has it."""
-    cutter = Cutter(flows, operators, sent, covered)
+    batches: Iterable[Batch], flows: pl.DataFrame, program: Program, covered: pl.DataFrame
+) -> Iterator[Segments]:
+    """What the samples in `batches`, all of the same nodes, were cut into, as it is settled; the rest as in Cutter."""
+    cutter = Cutter(flows, program, covered)
     for until_ns, window in groupby(batches, lambda batch: batch.until_ns):
         frames = [batch.rows for batch in window]
         cutter.feed(frames[0] if len(frames) == 1 else pl.concat(frames), until_ns)
-    return cutter.finish()
+        yield from cutter.settled()
+    yield from cutter.finish()
 
 
 class Cutter:
     """Cuts the samples of some nodes, given in windows of time that follow each other, in the same way however long.
 
-    `flows` (attribute.FLOWS) and `operators` are those of the nodes, `sent` and `operators` as segment.program has
-    them; calls outside the time in which their port was `covered` take no bytes. How a flow group is cut is learned
-    from the first WARMUP_NS, or WARMUP_BINS, of the traffic of those that begin within that time, or WARMUP_CALLS
-    calls; their operators come then.
+    `flows` (attribute.FLOWS) and `program` are those of the nodes; calls outside the time in which their port was
+    `covered` take no bytes. How a flow group is cut is learned from the first WARMUP_NS, or WARMUP_BINS, of the traffic
+    of those that begin within that time, or EARLY calls; their operators come then. A group whose first byte comes more
+    than LATEST_NS after the first sample has no part in operators that were called so long before it.
     """
 
-    def __init__(
-        self, flows: pl.DataFrame, operators: pl.DataFrame, sent: pl.DataFrame, covered: pl.DataFrame
-    ) -> None:
-        # Most calls are of communicators inside a node.
-        here = pl.col("comm_id").is_in(flows["comm_id"].drop_nulls().unique().implode())
-        self._volumes = Volumes(operators.filter(here), sent, covered)
+    def __init__(self, flows: pl.DataFrame, program: Program, covered: pl.DataFrame) -> None:
+        self._program = program
         self._flows = flows["flow"]
         self._groups, self._group_of = _groups(flows)
         self._table = curves.table_of(self._flows.to_numpy())
         self._totals = np.zeros((2 * len(flows), len(curves.TOTALS)), np.int64)
-        self._unlisted = [pl.DataFrame(schema=TOTALS)]
+        self._unlisted = pl.DataFrame(schema=TOTALS)
+        self._volumes = Volumes(self._groups, covered)
+        ends = self._groups.join(covered, on=PORT, how="left", maintain_order="left")["to_ns"]
+        self._ends_ns = ends.fill_null(-FOREVER).to_numpy()
+        self._operators: list[pl.DataFrame] = []
 
         count = self._groups.height
+        self._since_ns = FOREVER
         self._begun = np.zeros(count, np.bool_)
         self._curves = curves.no_curves(count)
         self._room = np.empty((4, 0), np.int64)
-        self._calls, self._rules, self._state = walk.nothing_known(count)
+        _, self._rules, self._state = walk.nothing_known(count)
+        self._listing = Listing(self._groups)
         lossy = self._groups.join(covered.filter("lossy"), on=PORT, how="semi")["group"]
         self._rules.lossy[lossy.to_numpy()] = True
         self._pool = pool.no_pool()
         self._grants = grants.no_grants(count)
-        # Bursts of groups without calls: those that go on, and those that ended.
+        # Groups that have no call yet; bursts of these: those that go on, and those that ended.
+        self._uncalled = np.zeros(count, np.bool_)
         self._burst = np.zeros((count, len(walk.OUTSIDE)), np.int64)
         self._bursts: list[tuple[Longs, Longs]] = []
-        # The end of each group's last operator, and the group of each call.
-        self._since_ns = np.full(count, NOTHING)
-        self._group_of_call = np.zeros(0, np.int64)
-        self._called_ns = called_ns(self._groups, operators, covered, WARMUP_CALLS).to_numpy()
-        # What calls and sums are numbered by.
-        self._of_call = [pl.DataFrame(schema=CALLS)]
-        self._of_sum = [pl.DataFrame(schema=SUMS)]
-        self._sum_key = np.zeros(0, np.int64)
-        self._sum_group = np.zeros(0, np.int64)
-        self._waiting = np.zeros(0, np.int64)
-        self._cuts, self._sums = _Gathered(self._of_call), _Gathered(self._of_sum)
+        # Of each group the end of its last operator, the call of its last one listed, and until when it was learned.
+        self._last_end_ns = np.full(count, NOTHING)
+        self._last_call_ns = np.full(count, NOTHING)
+        self._learned_ns = np.full(count, FOREVER)
+        # Before when operators were called of which nothing can change but what is known to be open.
+        self._settled_ns = -FOREVER
+        self._cuts, self._sums = Cuts(), Cuts()
+        self._left_rows = 0
+        # Operators whose end was told before they are.
+        self._peeked = np.zeros(0, np.uint32)
 
     def feed(self, window: pl.DataFrame, until_ns: int) -> None:
         """Takes all rows (samples.BATCH) between the end of the last window and `until_ns`."""
         if window.is_empty():
             return
+        self._read(until_ns)
         window = window.rechunk()
         t_ns, bin_ns, ctl = (window[name].to_numpy() for name in ("t_ns", "bin_ns", "ctl_packets"))
         sent, retx = (window[name].to_numpy().view(np.int64) for name in ("bytes", "retx_bytes"))
+        if self._since_ns == FOREVER:
+            self._since_ns = int(t_ns.min())
         streams, begin = curves.runs(window["flow"].to_numpy(), window["tx"].to_numpy(), *self._table)
         self._add_unlisted(window, streams, begin)
         self._curves, self._room = curves.joined(
@@ -133,29 +115,86 @@ class Cutter:
             ctl,
             self._room,
         )
-        done = self._rules.learned & (self._state.op >= self._calls.end)
+        none_left = self._rules.learned & (self._state.op >= self._listing.calls.end)
+        done = none_left & (self._uncalled | (self._program.until_ns == FOREVER))
         self._grants = grants.granted(
             self._grants, self._begun & ~done, self._group_of, streams, begin, t_ns, ctl
         )
         self._advance(until_ns, final=False)
 
-    def finish(self) -> Segments:
-        """What all was cut into, once the last window was given."""
+    def settled(self) -> Iterator[Segments]:
+        """What was settled meanwhile, if that may be much."""
+        if self._rows() >= self._left_rows + SETTLED_ROWS:
+            yield self._take(final=False)
+            self._left_rows = self._rows()
+
+    def _rows(self) -> int:
+        """How many rows those that are not settled make at least."""
+        return max(self._cuts.rows, sum(frame.height for frame in self._operators))
+
+    def finish(self) -> Iterator[Segments]:
+        """The rest, once the last window was given."""
+        while self._program.until_ns < FOREVER:
+            self._more()
+            if self._program.until_ns < FOREVER:
+                self._advance(self._program.until_ns, final=False)
+                yield from self.settled()
         self._advance(walk.NEVER, final=True)
-        called = np.flatnonzero(self._calls.begin < self._calls.end)
-        parts = [
-            *self._bursts,
-            (np.arange(len(self._burst)), self._burst),
-            (called, self._state.outside[called]),
+        yield self._take(final=True)
+
+    def _take(self, final: bool) -> Segments:
+        """What is settled, of which no more is kept."""
+        operators = pl.concat(self._operators)
+        op, call_ns = operators["op"].to_numpy(), operators["call_ns"].to_numpy()
+        sums = self._listing.sums
+        open_ops = [
+            self._listing.left(self._state),
+            sums.op[np.unique(self._pool.key)],
+            self._volumes.unlisted,
         ]
+        open_now = np.isin(op, np.concatenate(open_ops)) | (call_ns >= self._settled_ns)
+        if final:
+            open_now[:] = False
+        # How long after the one before an operator began is known once that is.
+        before = operators["before"].cast(I64).fill_null(-1).to_numpy()
+        taken = ~open_now & ~np.isin(before, op[open_now])
+        done = op[taken]
+        peeked = op[~open_now & ~taken & np.isin(op, before[taken])]
+        followed = np.isin(op, self._peeked)
+        self._peeked = np.r_[np.setdiff1d(self._peeked, done), peeked].astype(np.uint32)
+        known = operators.with_columns(told=pl.Series(taken), followed=pl.Series(followed))
+        known = known.filter(pl.Series(taken | np.isin(op, peeked)))
+        self._pool = self._listing.forget(done, self._pool)
+        self._operators = [operators.filter(pl.Series(~taken))]
+        used = self._used()
+        groups, since_ns, begin = versions(self._groups, used, self._learned_ns)
+        cuts, group = self._cuts.taken(done, peeked)
+        at = np.searchsorted(op, cuts["op"].to_numpy())
+        cuts = cuts.with_columns(
+            group=pl.Series(version_of(group, call_ns[at], since_ns, begin), dtype=U32),
+            paced=pl.Series(self._rules.paced[group]),
+            bin_ns=pl.Series(self._rules.bin_ns[group]),
+        )
+        summed, group = self._sums.taken(done, peeked)
+        summed = summed.drop("expected_bytes").with_columns(
+            group=pl.Series(begin[group], dtype=U32), bin_ns=pl.Series(self._rules.bin_ns[group])
+        )
+        parts = self._bursts
+        self._bursts = []
+        if final:
+            called = np.flatnonzero(~self._uncalled)
+            parts += [(np.arange(len(self._burst)), self._burst), (called, self._state.outside[called])]
         group, rest = (np.concatenate(column) for column in zip(*parts, strict=True))
-        rest_of = pl.DataFrame(rest, walk.OUTSIDE).with_columns(group=pl.Series(group, dtype=U32))
+        rest_of = pl.DataFrame(rest, walk.OUTSIDE).with_columns(
+            group=pl.Series(begin[group + 1] - 1, dtype=U32)
+        )
         return Segments(
-            self._used(walk.NEVER).filter(pl.Series(self._begun)),
-            self._cuts.whole(),
-            self._sums.whole(),
+            known,
+            groups,
+            cuts,
+            summed,
             rest_of.filter(pl.col("rows") > 0),
-            self._totals_of_flows(),
+            self._totals_of_flows() if final else self._unlisted.clear(),
         )
 
     def _add_unlisted(self, window: pl.DataFrame, streams: Longs, begin: Longs) -> None:
@@ -173,25 +212,47 @@ class Cutter:
                     pl.col("bin_ns").max(),
                 )
             )
-            self._unlisted.append(_directed(counts))
+            self._unlisted = _summed(pl.concat([self._unlisted, _directed(counts)]))
 
     def _totals_of_flows(self) -> pl.DataFrame:
         own = pl.DataFrame(self._totals, curves.TOTALS).with_row_index("stream")
         own = own.with_columns(tx=pl.col("stream") % 2, flow=self._flows.gather(own["stream"] // 2))
-        return pl.concat([_directed(own.filter(pl.col("rows") > 0)), *self._unlisted])
+        return pl.concat([_directed(own.filter(pl.col("rows") > 0)), self._unlisted])
 
-    def _used(self, until_ns: int) -> pl.DataFrame:
-        """All groups with `flows`, those that carried a byte before `until_ns`, and `bin_ns`."""
+    def _used(self) -> pl.DataFrame:
+        """group, flow, bin_ns, first_byte_ns of the flows of groups that carried a byte."""
         totals = pl.DataFrame(self._totals, curves.TOTALS).with_columns(
             group=pl.Series(self._group_of, dtype=I64),
             flow=self._flows.gather(np.arange(len(self._totals)) // 2),
         )
-        used = (
-            totals.filter(pl.col("group") >= 0, pl.col("bytes") > 0, pl.col("first_byte_ns") < until_ns)
-            .group_by(pl.col("group").cast(U32))
-            .agg(pl.col("flow").sort().alias("flows"), pl.col("bin_ns").max())
-        )
-        return self._groups.join(used, on="group", how="left", maintain_order="left")
+        carried = totals.filter(pl.col("group") >= 0, pl.col("bytes") > 0)
+        return carried.select(pl.col("group").cast(U32), "flow", "bin_ns", "first_byte_ns")
+
+    def _read(self, until_ns: int) -> None:
+        """Lists all operators called before `until_ns`, where another one does not hold them up."""
+        while self._program.until_ns < until_ns:
+            self._more()
+
+    def _more(self) -> None:
+        operators, sent = self._program.more()
+        self._operators.append(operators)
+        self._volumes.forget(self._settled_ns)
+        calls = self._volumes.add(operators, sent, self._program.until_ns, self._program.held)
+        group = calls["group"].to_numpy()
+        wire_factor = self._groups["wire_factor"].to_numpy()[group]
+        expected = calls["volume"].to_numpy() * wire_factor * calls["factor"].to_numpy()
+        self._list(calls.with_columns(expected=pl.Series(expected)))
+
+    def _list(self, calls: pl.DataFrame) -> None:
+        """Adds `calls` of groups that are learned, each group's in order."""
+        group, first_ns = calls["group"].to_numpy().astype(np.int64), calls["first_call_ns"].to_numpy()
+        other = np.diff(group, prepend=-1) != 0
+        before_ns = np.r_[first_ns[:1], first_ns[:-1]]
+        before_ns = np.where(other, self._last_call_ns[group], before_ns)
+        pause_ns = np.where(before_ns == NOTHING, 0, first_ns - before_ns)
+        self._last_call_ns[group] = first_ns
+        waited = pl.Series(pause_ns >= self._rules.step_ns[group])
+        self._listing.add(self._state, calls.with_columns(waited=waited))
 
     def _advance(self, until_ns: int, final: bool) -> None:
         """Learns what can be learned, and cuts what can be cut, of the rows before `until_ns`."""
@@ -200,32 +261,78 @@ class Cutter:
             begins = self._curves.t_ns[self._curves.begin[waiting]]
             warmup_ns = max(WARMUP_NS, WARMUP_BINS * int(self._totals[:, curves.BIN_NS].max()))
             limit_ns = int(begins.min()) + warmup_ns
-            enough_ns = int(self._called_ns[waiting[begins < limit_ns]].max())
-            limit_ns = max(limit_ns, min(enough_ns, int(begins.min()) + PATIENCE * warmup_ns))
             if not final and until_ns < limit_ns:
                 break
-            self._learn(waiting[begins < limit_ns], limit_ns)
+            latest_ns = int(begins.min()) + PATIENCE * warmup_ns
+            limit_ns = max(limit_ns, self._enough_ns(waiting[begins < limit_ns], latest_ns))
+            if not final and until_ns < limit_ns:
+                break
+            self._learn(waiting[begins < limit_ns], begins[begins < limit_ns], limit_ns, latest_ns)
             waiting = waiting[begins >= limit_ns]
+        # What has no call yet is cut apart from what follows the first one.
+        calls = self._listing.calls
+        called = np.flatnonzero(self._uncalled & (calls.begin < calls.end))
+        called_ns = calls.first_ns[calls.begin[called]] if len(called) else np.zeros(0, np.int64)
+        for moment_ns in np.unique(called_ns[called_ns <= until_ns]).tolist():
+            self._walk(moment_ns, False, waiting)
+            now = called[called_ns == moment_ns]
+            self._bursts.append((now, self._burst[now]))
+            self._burst[now] = 0
+            self._state.outside[now] = 0
+            self._uncalled[now] = False
+        self._walk(until_ns, final, waiting)
+        begins = self._curves.t_ns[self._curves.begin[waiting]]
+        self._settled_ns = self._takes_part_ns(min([until_ns, *begins.tolist()]))
+
+    def _takes_part_ns(self, begin_ns: int) -> int:
+        """Since when operators were called in which a group takes part whose first byte is at `begin_ns`."""
+        return begin_ns - LATEST_NS if begin_ns >= self._since_ns + LATEST_NS else -FOREVER
+
+    def _enough_ns(self, chosen: Longs, latest_ns: int) -> int:
+        """Until when there are EARLY calls to learn from, if the processes of the groups `chosen` called at all."""
+        while self._program.until_ns < latest_ns and (self._volumes.early_ns[chosen, -1] == FOREVER).any():
+            self._more()
+        early_ns = self._volumes.early_ns[chosen]
+        many = (early_ns < latest_ns).sum(axis=1)
+        # Of a recording that ends before, there is no more to come.
+        more = (many > 0) & (many < EARLY) & (self._ends_ns[chosen] > latest_ns)
+        enough_ns = np.where(many == EARLY, early_ns[:, -1], np.where(more, latest_ns, -FOREVER))
+        return int(enough_ns.max())
+
+    def _walk(self, until_ns: int, final: bool, waiting: Longs) -> None:
+        listing = self._listing
+        unlisted_ns = self._volumes.unlisted_ns
         found, bins, needed = walk.walk(
-            self._curves, self._calls, self._rules, self._state, self._pool, until_ns, final
+            self._curves,
+            listing.calls,
+            self._rules,
+            self._state,
+            self._pool,
+            unlisted_ns,
+            until_ns,
+            final,
         )
-        uncalled = self._rules.learned & (self._calls.begin == self._calls.end)
-        self._bursts.append(outside.bursts(self._curves, needed, uncalled, self._rules.bin_ns, self._burst))
+        self._bursts.append(
+            outside.bursts(self._curves, needed, self._uncalled, self._rules.bin_ns, self._burst)
+        )
         self._curves = curves.left(self._curves, needed)
-        self._grants = grants.used(
-            self._grants, self._since_ns, self._group_of_call[found.number], found.whole
-        )
-        self._cuts.add(found)
-        sums = self._calls.sum_of[found.number]
-        np.subtract.at(self._waiting, sums[sums >= 0], 1)
-        bin_ns, window_bytes = self._rules.bin_ns[self._sum_group], self._rules.window_bytes[self._sum_group]
+        idle_ns = np.minimum(until_ns, unlisted_ns) - self._rules.bin_ns
+        idle_ns[~self._rules.learned | (self._state.op < listing.calls.end)] = -FOREVER
+        group = listing.group[found.number]
+        self._grants = grants.used(self._grants, self._last_end_ns, group, found.whole, idle_ns)
+        self._cuts.add(group, listing.op[found.number], listing.calls.expected[found.number], found)
+        listing.carried(found)
+        sums = listing.sums
+        bin_ns, window_bytes = self._rules.bin_ns[sums.group], self._rules.window_bytes[sums.group]
         # A group that is yet to be learned may have a part in what the others have done with.
         open_ns = -walk.NEVER if len(waiting) else until_ns - walk.HOLD_NS
-        summed, self._pool = pool.sums(bins, self._waiting, bin_ns, window_bytes, open_ns)
-        self._sums.add(summed)
+        summed, self._pool = pool.sums(bins, sums.waiting, bin_ns, window_bytes, open_ns)
+        number = summed.number
+        self._sums.add(sums.group[number], sums.op[number], np.zeros(len(number)), summed)
 
-    def _learn(self, chosen: Longs, limit_ns: int) -> None:
-        """Settles how the groups `chosen` are cut, from their rows before `limit_ns`."""
+    def _learn(self, chosen: Longs, begins: Longs, limit_ns: int, latest_ns: int) -> None:
+        """Settles how the groups `chosen`, with first bytes at `begins`, are cut, from their rows before `limit_ns`."""
+        self._read(limit_ns + LATEST_NS)
         rows: dict[int, tuple[Longs, Longs]] = {}
         rules, state = self._rules, self._state
         totals = np.zeros(self._groups.height, np.int64)
@@ -234,22 +341,28 @@ class Cutter:
             end = begin + np.searchsorted(self._curves.t_ns[begin:end], limit_ns)
             rows[group] = (self._curves.t_ns[begin:end], np.cumsum(self._curves.net[begin:end]))
             totals[group] = state.taken[group] - state.used[group] + self._curves.net[begin:end].sum()
-        used = self._used(limit_ns).with_columns(total=totals, channels=pl.col("flows").list.len())
+        carrying = self._used().filter(pl.col("first_byte_ns") < limit_ns).group_by("group")
+        used = self._groups.join(
+            carrying.agg(channels=pl.len(), bin_ns=pl.col("bin_ns").max()),
+            on="group",
+            how="left",
+            maintain_order="left",
+        ).with_columns(total=totals)
         rules.bin_ns[chosen] = used["bin_ns"][chosen].to_numpy()
         rules.learned[chosen] = True
+        self._learned_ns[chosen] = limit_ns
         self._settle_windows(chosen, rows)
-        calls = self._volumes.of(used.filter(pl.col("total") > 0), pl.Series(chosen, dtype=U32), limit_ns)
-        owner, seen = (calls[name].to_numpy() for name in ("group", "seen"))
+        since_ns = np.zeros(self._groups.height, np.int64)
+        since_ns[chosen] = [self._takes_part_ns(begin_ns) for begin_ns in begins.tolist()]
+        calls = self._volumes.of(used.filter(pl.col("total") > 0), since_ns, chosen, limit_ns)
+        owner, seen, call_ns = (calls[name].to_numpy() for name in ("group", "seen", "call_ns"))
         volume = calls["volume"].to_numpy() * self._groups["wire_factor"].to_numpy()[owner]
         first_ns, last_ns = (calls[f"{name}_call_ns"].to_numpy() for name in ("first", "last"))
         kind, certain = calls["kind_index"].to_numpy(), calls["certain"].to_numpy()
         expected = volume.copy()
-        waited = np.zeros(len(volume), np.bool_)
-        known = len(self._calls.first_ns)
         for group in chosen.tolist():
             begin, end = np.searchsorted(owner, [group, group + 1])
-            self._calls.begin[group] = state.op[group] = known + begin
-            self._calls.end[group] = known + end
+            self._uncalled[group] = not (call_ns[begin:end] < latest_ns).any()
             here = np.arange(begin, end)[seen[begin:end]]
             t_ns, total = rows[group]
             if not len(here) or total[-1] == 0:
@@ -266,33 +379,17 @@ class Cutter:
                 bool(rules.lossy[group]),
             )
             expected[here] = learned.expected
-            later = np.arange(begin, end)[~seen[begin:end]]
-            expected[later] *= _factors(
-                kind[later], kind[here], learned.expected, volume[here], learned.paced
+            factors, common = _factors(calls[here], kind[here], learned.expected, volume[here], learned.paced)
+            self._volumes.learned(group, factors, common)
+            later = calls[np.arange(begin, end)[~seen[begin:end]]]
+            later = later.join(
+                factors, on=FACTORS.names()[:-1], how="left", nulls_equal=True, maintain_order="left"
             )
+            expected[begin:end][~seen[begin:end]] *= later["factor"].fill_null(common).to_numpy()
             rules.paced[group], rules.alone[group] = learned.paced, learned.alone
-            rules.short[group] = learned.short
-            pause_ns = np.diff(first_ns[begin:end], prepend=first_ns[begin])
-            waited[begin:end] = pause_ns >= learned.step_ns
+            rules.short[group], rules.step_ns[group] = learned.short, learned.step_ns
             state.at[group] = learned.at
-        sums = self._add_sums(owner, calls["op"].to_numpy(), calls["direct"].to_numpy())
-        self._calls = walk.Calls(
-            self._calls.begin,
-            self._calls.end,
-            np.r_[self._calls.first_ns, first_ns],
-            np.r_[self._calls.last_ns, last_ns],
-            np.r_[self._calls.expected, expected],
-            np.r_[self._calls.sum_of, sums],
-            np.r_[self._calls.waited, waited],
-            np.r_[self._calls.seen, expected],
-            self._calls.settled,
-        )
-        self._group_of_call = np.r_[self._group_of_call, owner].astype(np.int64)
-        self._of_call.append(
-            calls.select("group", "op").with_columns(
-                expected_bytes=expected, paced=rules.paced[owner], bin_ns=rules.bin_ns[owner]
-            )
-        )
+        self._list(calls.with_columns(expected=pl.Series(expected)))
 
     def _settle_windows(self, chosen: Longs, rows: dict[int, tuple[Longs, Longs]]) -> None:
         """The volume of a window for the bursting rate: WINDOW_BINS bins of the process's fastest flow group.
@@ -309,33 +406,6 @@ class Cutter:
         np.maximum.at(most, process, fast)
         np.maximum.at(before, process, settled)
         settled[chosen] = np.where(before > 0, before, most)[process[chosen]]
-
-    def _add_sums(self, group: Longs, op: NDArray[np.uint32], direct: NDArray[np.bool_]) -> Longs:
-        """The number of the sum over the peers of a NIC in which each (group, op) counts, where there are several.
-
-        Those of `direct` transfers may come to be several later.
-        """
-        port = self._groups["port_index"].to_numpy()[group].astype(np.int64)
-        key = op.astype(np.int64) * self._groups.height + port
-        keys, first, which, count = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
-        older, at = np.intersect1d(self._sum_key, keys, assume_unique=True, return_indices=True)[:2]
-        several = count > 1
-        several[which[direct & (self._groups["peers"].to_numpy()[group] > 1)]] = True
-        several &= ~np.isin(keys, older)
-        first = first[several]
-        number = np.full(len(keys), -1)
-        number[several] = len(self._sum_key) + np.arange(len(first))
-        number[np.searchsorted(keys, older)] = at
-        self._sum_key = np.r_[self._sum_key, keys[several]]
-        self._sum_group = np.r_[self._sum_group, group[first]].astype(np.int64)
-        self._waiting = np.r_[self._waiting, np.zeros(len(first), np.int64)]
-        self._waiting[number[number >= 0]] += count[number >= 0]
-        self._of_sum.append(
-            pl.DataFrame(
-                {"group": group[first], "op": op[first], "bin_ns": self._rules.bin_ns[group[first]]}, SUMS
-            )
-        )
-        return np.asarray(number[which], np.int64)
 
 
 def _groups(flows: pl.DataFrame) -> tuple[pl.DataFrame, Longs]:
@@ -365,13 +435,14 @@ def _groups(flows: pl.DataFrame) -> tuple[pl.DataFrame, Longs]:
     return groups, group_of
 
 
-def _factors(later: Longs, kind: Longs, expected: Floats, volume: Floats, paced: bool) -> Floats:
-    """What operators of the kinds `later` move of their volume, where those of `kind` were seen to move `expected`."""
+def _factors(
+    calls: pl.DataFrame, kind: Longs, expected: Floats, volume: Floats, paced: bool
+) -> tuple[pl.DataFrame, float]:
+    """What `calls` of each `kind`, which were seen to move `expected`, move of their volume (FACTORS), and others."""
     common = 1.0 if paced else float(np.median(expected / volume))
-    numbers, which = np.unique(kind, return_inverse=True)
-    learned = np.bincount(which, expected) / np.bincount(which, volume)
-    at = np.minimum(np.searchsorted(numbers, later), len(numbers) - 1)
-    return np.where(numbers[at] == later, learned[at], common)
+    _, first, which = np.unique(kind, return_index=True, return_inverse=True)
+    factor = np.bincount(which, expected) / np.bincount(which, volume)
+    return calls[first].select(*FACTORS.names()[:-1], factor=pl.Series(factor)), common
 
 
 def _directed(counts: pl.DataFrame) -> pl.DataFrame:
@@ -381,40 +452,7 @@ def _directed(counts: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-class _Gathered:
-    """What was found, with what its numbers stand for: the rows of frames that are `numbered`, and go on growing.
-
-    Some rows at a time become a frame, which is never copied.
-    """
-
-    def __init__(self, numbered: list[pl.DataFrame]) -> None:
-        self._numbered = numbered
-        self._found: list[Found] = []
-        self._rows = 0
-        self._frames: list[pl.DataFrame] = []
-
-    def add(self, found: Found) -> None:
-        if self._rows >= FRAME_ROWS:
-            self._put_together()
-        self._found.append(found)
-        self._rows += len(found.number)
-
-    def whole(self) -> pl.DataFrame:
-        self._put_together()
-        return pl.concat(self._frames)
-
-    def _put_together(self) -> None:
-        number = np.concatenate([part.number for part in self._found])
-        whole = pl.DataFrame(np.concatenate([part.whole for part in self._found]), list(WHOLE))
-        real = pl.DataFrame(np.concatenate([part.real for part in self._found]), list(REAL))
-        self._frames.append(
-            pl.concat(
-                [
-                    pl.concat(self._numbered)[number],
-                    whole.select(pl.when(pl.col(name) != NOTHING).then(name).alias(name) for name in WHOLE),
-                    real.fill_nan(None),
-                ],
-                how="horizontal",
-            )
-        )
-        self._found, self._rows = [], 0
+def _summed(totals: pl.DataFrame) -> pl.DataFrame:
+    first, last = pl.col("first_ns").min(), pl.col("last_ns", "bin_ns").max()
+    sums = pl.col("rows", "bytes", "retx_bytes", "ctl_packets").sum()
+    return totals.group_by("flow", "direction").agg(sums, first, last).select(TOTALS.names())

@@ -42,6 +42,8 @@ class Calls(NamedTuple):
     `first_ns` and `last_ns` as in boundaries.learn, `expected` bytes, and `sum_of`, the number of the sum over the
     peers of a NIC in which an operator counts, -1 for none. `waited`: whether its call shows that all before it are
     done. `seen`: the bytes that are there of what is `expected`, which is known of operators before `settled` of g.
+    `first` is the first operator that g ever had, -1 where it is none of these. Operators that are done may be left
+    out, and those that are not listed yet.
     """
 
     begin: Longs
@@ -53,6 +55,7 @@ class Calls(NamedTuple):
     waited: Flags
     seen: Floats
     settled: Longs
+    first: Longs
 
 
 class Rules(NamedTuple):
@@ -63,6 +66,7 @@ class Rules(NamedTuple):
     alone: Flags
     lossy: Flags
     short: Floats
+    step_ns: Floats
     bin_ns: Longs
     window_bytes: Floats
 
@@ -99,13 +103,25 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
         return np.zeros(groups, np.bool_)
 
     return (
-        Calls(zeros(), zeros(), none, none, np.zeros(0), none, np.zeros(0, np.bool_), np.zeros(0), zeros()),
+        Calls(
+            zeros(),
+            zeros(),
+            none,
+            none,
+            np.zeros(0),
+            none,
+            np.zeros(0, np.bool_),
+            np.zeros(0),
+            zeros(),
+            zeros(),
+        ),
         Rules(
             flags(),
             flags(),
             flags(),
             flags(),
             np.full(groups, VOLUME_TOLERANCE),
+            np.full(groups, np.inf),
             zeros(),
             np.zeros(groups),
         ),
@@ -126,10 +142,18 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
 
 @compiled
 def walk(
-    curves: Curves, calls: Calls, rules: Rules, state: State, pool: Pool, until_ns: int, final: bool
+    curves: Curves,
+    calls: Calls,
+    rules: Rules,
+    state: State,
+    pool: Pool,
+    unlisted_ns: Longs,
+    until_ns: int,
+    final: bool,
 ) -> tuple[Found, Pool, Longs]:
     """Cuts out every operator that the rows decide, all rows before `until_ns` being there; all when `final`.
 
+    No operator of a group is called before its `unlisted_ns` that is not among the `calls`.
     Advances `state`. Returns the operators found, the pool with their bins added, and where the rows that are still
     needed begin. What is found does not depend on how the rows came: a decision waits until no later row can change
     it.
@@ -191,7 +215,7 @@ def walk(
         taken, used, row = state.taken[group], state.used[group], 0
         outside = state.outside[group]
         last_op = calls.end[group]
-        stepped = calls.waited[calls.begin[group] : last_op].any()
+        stepped = rules.step_ns[group] < np.inf
         before_ns = state.last_ns[group]
         while True:
             op = state.op[group]
@@ -227,7 +251,8 @@ def walk(
                 if known:
                     ended_ns = calls.first_ns[follows] if follows < last_op else np.iinfo(np.int64).max
                 else:
-                    ended_ns = min(until_ns, calls.first_ns[follows]) if follows < last_op else until_ns
+                    follows_ns = calls.first_ns[follows] if follows < last_op else unlisted_ns[group]
+                    ended_ns = min(until_ns, follows_ns)
                     upto_row = ended(t_ns, ended_ns - bin_ns)
                     at_least = cum[upto_row - 1] if upto_row else base
                 if state.phase[group] == FOLLOW:
@@ -311,7 +336,7 @@ def walk(
                 state.at[group] = start
                 state.phase[group] = END
             op = state.op[group]
-            if stepped and calls.settled[group] <= op and (calls.waited[op] or op == calls.begin[group]):
+            if stepped and calls.settled[group] <= op and (calls.waited[op] or op == calls.first[group]):
                 # Of a step that lost bytes both ends are known.
                 later = op + 1
                 while later < last_op and not calls.waited[later]:
@@ -319,6 +344,8 @@ def walk(
                 ends_ns = calls.first_ns[op] + LONGEST_STEP_NS
                 if later < last_op:
                     ends_ns = min(ends_ns, calls.first_ns[later])
+                elif not final and unlisted_ns[group] < ends_ns:
+                    break
                 if not final and ends_ns + 2 * bin_ns > until_ns:
                     break
                 for number in range(op, later):
@@ -349,6 +376,8 @@ def walk(
             quiet, start_of = state.quiet[group], state.at[group]
             near, hit = drawn(silences, silent, quiet, start_of, size_of, rules.short[group])
             unsettled = rules.lossy[group] and not rules.alone[group] and calls.settled[group] <= op
+            if unsettled and not hit and not final and op + 2 >= last_op:
+                break
             if unsettled and not hit and op + 2 < last_op:
                 sizes = calls.expected[op : op + 3]
                 again = resumed(silences, silent, quiet, start_of, sizes, 1.0, float(total), final)

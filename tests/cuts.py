@@ -23,12 +23,13 @@ def cut(
     rules.paced[:], rules.alone[:], state.at[:] = learned.paced, learned.alone, learned.at
     one = np.array([count])
     sums = np.full(count, -1)
+    rules.step_ns[:] = learned.step_ns
     waited = np.diff(call_ns, prepend=call_ns[0]) >= learned.step_ns
     begin, settled = np.zeros(1, np.int64), np.zeros(1, np.int64)
     expected = learned.expected
-    calls = walk.Calls(begin, one, call_ns, call_ns, expected, sums, waited, expected.copy(), settled)
+    calls = walk.Calls(begin, one, call_ns, call_ns, expected, sums, waited, expected.copy(), settled, begin)
     nothing = np.zeros_like(net)
     curves = Curves(np.zeros(1, np.int64), np.array([len(net)]), t_ns, net, nothing, nothing)
-    found, _, _ = walk.walk(curves, calls, rules, state, no_pool(), walk.NEVER, True)
+    found, _, _ = walk.walk(curves, calls, rules, state, no_pool(), np.array([walk.NEVER]), walk.NEVER, True)
     assert found.number.tolist() == list(range(count))
     return learned, found.whole[:, 0]

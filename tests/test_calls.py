@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import polars as pl
+import pytest
 import recordings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pulse_bpf.analysis.calls import KINDS, Calls
+from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.schema import OPS
 
 OPS_OF_JOB = recordings.tables(recordings.run(steps=6, kinds=("AllReduce", "Group"), seed=3))["ops"]
@@ -35,11 +40,35 @@ def test_calls_of_a_node_are_those_of_all_its_files(tmp_path: Path) -> None:
     assert_frame_equal(calls.whole(), pl.concat(frames))
     for node in NODES:
         of_node = OPS_OF_JOB.filter(pl.col("node") == node)
-        assert_frame_equal(calls.of([node], OPS.names()), of_node)
-        assert_frame_equal(calls.of([node], ["node", "call_ns"]), of_node.select("node", "call_ns"))
+        for columns in (OPS.names(), ["node", "call_ns"]):
+            (found,) = calls.in_time([node], columns)
+            assert found[0] == FOREVER
+            assert_frame_equal(found[1], of_node.select(columns).sort("call_ns"), check_row_order=False)
     in_memory = Calls([], OPS_OF_JOB).kinds
     assert set(in_memory.schema) == set(KINDS)
     assert_frame_equal(calls.kinds, in_memory, check_row_order=False)
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=OPS_OF_JOB.height, max_size=OPS_OF_JOB.height), st.integers(1, 40)
+)
+@settings(max_examples=20)
+def test_calls_come_in_the_order_of_time_whatever_file_they_are_in(places: list[int], chunk: int) -> None:
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pulse_bpf.analysis.calls.CHUNK_ROWS", chunk)
+        frames = [OPS_OF_JOB.filter(pl.Series(places) == place) for place in range(4)]
+        lacking = frames[0].drop("nccl_seq")
+        calls = Calls(_written(Path(folder), [lacking, *frames[1:]]), None)
+        before_ns, rows = 0, []
+        for until_ns, found in calls.in_time(NODES[:2], ["node", "pid", "seq", "call_ns"]):
+            assert found["call_ns"].is_between(before_ns, until_ns, closed="left").all()
+            before_ns = until_ns
+            rows.append(found)
+        assert before_ns == FOREVER
+        wanted = OPS_OF_JOB.filter(pl.col("node").is_in(NODES[:2]))
+        assert_frame_equal(pl.concat(rows), wanted.select(rows[0].columns), check_row_order=False)
+        if not any(places):
+            assert max(map(len, rows)) < 2 * chunk + OPS_OF_JOB["call_ns"].value_counts()["count"].max()
 
 
 def test_calls_of_some_time_come_with_those_that_a_graph_holds(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from polars.testing import assert_frame_equal
 from recordings import Fault
 
 from pulse_bpf import analysis
-from pulse_bpf.analysis import attribute, metrics, segment, stream
+from pulse_bpf.analysis import attribute, callers, calls, metrics, program, segment, stream, unsettled
 from pulse_bpf.analysis.curves import in_time_order
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.samples import Batch, Samples
@@ -32,6 +32,10 @@ WARMUP_NS = 60_000_000
 def short_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "WARMUP_NS", WARMUP_NS)
     monkeypatch.setattr(stream, "WARMUP_BINS", 0)
+    monkeypatch.setattr(stream, "SETTLED_ROWS", 100)
+    monkeypatch.setattr(calls, "CHUNK_ROWS", 150)
+    for module in (callers, program, segment, stream, unsettled):
+        monkeypatch.setattr(module, "LATEST_NS", WARMUP_NS)
 
 
 def in_windows(samples: Samples, window_ns: int) -> Iterator[Batch]:
@@ -118,16 +122,22 @@ def test_what_is_kept_does_not_grow_with_the_recording(monkeypatch: pytest.Monke
 
     def feed(self: stream.Cutter, window: pl.DataFrame, until_ns: int) -> None:
         real(self, window, until_ns)
-        kept.append(len(self._curves.t_ns) + len(self._pool.key))
+        listing = self._listing
+        rows = len(listing.op), len(listing.sums.op), self._cuts.rows, self._volumes._operators.height
+        bins = len(self._curves.t_ns) + len(self._pool.key) + len(self._grants.t_ns)
+        kept.append(bins + sum(rows) + sum(frame.height for frame in self._operators))
 
-    job = recordings.run(steps=40, seed=1)
+    monkeypatch.setattr(calls, "CHUNK_ROWS", 20)
+    monkeypatch.setattr(stream, "SETTLED_ROWS", 20)
+    job = recordings.run(steps=160, seed=1)
     recording = Recording(recordings.tables(job))
     again = list(in_windows(recording.samples, 20_000_000))
     flows = attribute.flows(recording)
     monkeypatch.setattr(stream.Cutter, "feed", feed)
     one_node = [batch for batch in again if batch.nodes == again[0].nodes]
-    operators = segment.program(recording["ops"])
-    stream.segment(one_node, flows, *operators, attribute.covered(recording))
+    chunks = recording.calls.in_time(one_node[0].nodes, program.CALLED)
+    pieces = stream.segment(one_node, flows, program.Program(chunks), attribute.covered(recording))
+    assert sum(piece.cuts.height > 0 for piece in pieces) > 10
     assert len(kept) > 40
     assert max(kept[len(kept) // 4 :]) <= 1.2 * max(kept[: len(kept) // 4])
 
@@ -136,7 +146,6 @@ def test_operators_come_in_blocks_that_are_the_table(monkeypatch: pytest.MonkeyP
     recording = Recording(recordings.tables(recordings.run(steps=12, seed=3)))
     whole, _ = analysis.measure(recording)
     monkeypatch.setattr(metrics, "BLOCK_ROWS", 7)
-    monkeypatch.setattr(stream, "FRAME_ROWS", 5)
     again, _ = analysis.measure(recording)
     assert_frame_equal(again, whole, check_exact=True)
     blocks = list(analysis.rows(recording, analysis.owners(recording)))

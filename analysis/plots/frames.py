@@ -10,7 +10,7 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis.segment import PROCESS
+from pulse_bpf.analysis.callers import PROCESS
 from pulse_bpf.analysis.signals import PORT, readings
 from pulse_bpf.schema import F64, I32, I64, STR, U64
 

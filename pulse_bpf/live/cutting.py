@@ -10,7 +10,7 @@ from pulse_bpf import analysis
 from pulse_bpf.analysis import attribute
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.metrics import OPERATORS
-from pulse_bpf.analysis.segment import program
+from pulse_bpf.analysis.program import program
 from pulse_bpf.live.wire import SENT_OPERATORS, STATE
 from pulse_bpf.nic import Tables
 from pulse_bpf.schema import STREAMED, TABLES, conform, empty

@@ -10,12 +10,12 @@ import plotly.graph_objects as go
 import polars as pl
 
 from pulse_bpf.analysis import plots
+from pulse_bpf.analysis.callers import PROCESS
 from pulse_bpf.analysis.findings import Finding, Findings
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.plots.frames import Grid, covered_ns
 from pulse_bpf.analysis.plots.rates import RateCurves
 from pulse_bpf.analysis.plots.style import ALIKE, place, row_label
-from pulse_bpf.analysis.segment import PROCESS
 from pulse_bpf.analysis.text import suspect
 from pulse_bpf.report.words import length, rate, size
 
