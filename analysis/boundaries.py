@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
+from pulse_bpf.analysis.rough import LEAST_ENDS, LONG_BINS, MOST_EXACT, MOST_TRUE, fitted
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
@@ -44,6 +45,8 @@ class Learned(NamedTuple):
     one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
     operators and nobody else's call may bring their bytes. Where a process pauses for `step_ns` before a call, all
     operators before it are done. `short` is what may be missing of an operator that ends in a silence, as a share.
+    `inexact`: what operators carry differs from what is expected, and silences tell where they end: of a source that
+    counts repeats like anything else, or of queue pairs that share what their port moved.
     """
 
     expected: Floats
@@ -52,6 +55,7 @@ class Learned(NamedTuple):
     alone: bool
     step_ns: float
     short: float
+    inexact: bool
 
 
 def learn(
@@ -83,7 +87,7 @@ def learn(
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        return Learned(expected, float(low[0]), True, True, np.inf, VOLUME_TOLERANCE)
+        return Learned(expected, float(low[0]), True, True, np.inf, VOLUME_TOLERANCE, False)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
     waited = _waited(first_ns, bin_ns)
     anchored = np.zeros_like(waited)
@@ -114,7 +118,21 @@ def learn(
         # Silences at one place inside of each are as far apart as their ends, but not what is between two waits.
         if hits and (hits >= most or _astray(curve, exact) <= ROUNDED):
             track, short = exact, EXACT
-    return Learned(expected, float(track.starts[0]), paced, False, step_ns, short)
+    if not (lossy or paced):
+        gap_ns = np.append(np.diff(t_ns), NEVER)
+        long = gap_ns >= LONG_BINS * bin_ns
+        silences = total[long]
+        exact = max(_exact_hits(track, expected), int(np.isin(track.ends[expected > LINES], silences).sum()))
+        trials = [
+            (*fitted(silences, gap_ns[long], curve.low, curve.total, base, float(track.starts[0])), base)
+            for base in (expected, volume)
+        ]
+        _, start, multiple, ends, true, base = max(trials, key=lambda trial: trial[0])
+        # Silences at one place inside of each are as far apart as their ends.
+        inside = true > MOST_TRUE * ends and _astray(curve, track) <= VOLUME_TOLERANCE * expected.max()
+        if ends >= LEAST_ENDS and exact <= MOST_EXACT * ends and not inside:
+            return Learned(base * multiple, start, paced, False, step_ns, short, True)
+    return Learned(expected, float(track.starts[0]), paced, False, step_ns, short, False)
 
 
 def _exact_hits(track: Track, expected: Floats) -> int:

@@ -192,7 +192,9 @@ def _spread(rows: pl.DataFrame, port: _Port) -> pl.DataFrame | None:
         return None
     begin, end = np.searchsorted(port.t_ns, t_ns), np.searchsorted(port.t_ns, t_ns + width)
     unseen = port.all[end] == port.all[begin]
-    kept = rows.filter(pl.Series(unseen)).with_columns(pl.lit(port.bin_ns).cast(rows.schema["bin_ns"]).alias("bin_ns"))
+    kept = rows.filter(pl.Series(unseen)).with_columns(
+        pl.lit(port.bin_ns).cast(rows.schema["bin_ns"]).alias("bin_ns")
+    )
     begin, end, rows = begin[~unseen], end[~unseen], rows.filter(pl.Series(~unseen))
     count = end - begin
     row = np.repeat(np.arange(len(count)), count)

@@ -271,7 +271,7 @@ class Cutter:
                 kind[later], kind[here], learned.expected, volume[here], learned.paced
             )
             rules.paced[group], rules.alone[group] = learned.paced, learned.alone
-            rules.short[group] = learned.short
+            rules.short[group], rules.inexact[group] = learned.short, learned.inexact
             pause_ns = np.diff(first_ns[begin:end], prepend=first_ns[begin])
             waited[begin:end] = pause_ns >= learned.step_ns
             state.at[group] = learned.at

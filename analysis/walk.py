@@ -12,6 +12,7 @@ from pulse_bpf.analysis.curves import Curves, Floats, Longs
 from pulse_bpf.analysis.ends import (
     LINES,
     LONGEST_STEP_NS,
+    NOWHERE,
     ROUNDED,
     UNDECIDED,
     VOLUME_TOLERANCE,
@@ -22,6 +23,7 @@ from pulse_bpf.analysis.ends import (
     seen_of,
 )
 from pulse_bpf.analysis.pool import Found, Pool
+from pulse_bpf.analysis.rough import LONG_BINS, RUN, about
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, shape
 
 Flags = NDArray[np.bool_]
@@ -66,6 +68,7 @@ class Rules(NamedTuple):
     alone: Flags
     lossy: Flags
     short: Floats
+    inexact: Flags
     bin_ns: Longs
     window_bytes: Floats
 
@@ -109,6 +112,7 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
             flags(),
             flags(),
             np.full(groups, VOLUME_TOLERANCE),
+            flags(),
             zeros(),
             np.zeros(groups),
         ),
@@ -164,7 +168,7 @@ def walk(
     more.retx[:held] = pool.retx
     more.ctl[:held] = pool.ctl
     cum = np.empty(longest, np.int64)
-    silences = np.empty(longest, np.int64)
+    silences, silent_ns = np.empty(longest, np.int64), np.empty(longest, np.int64)
     lows = np.empty(len(calls.expected) + 1)
     bins_ns = np.empty(longest + 2, np.int64)
     bins = np.empty(longest + 2, np.int64)
@@ -189,7 +193,7 @@ def walk(
             cum[row] = total
             following = until_ns if row + 1 == count else t_ns[row + 1]
             if following - t_ns[row] > bin_ns or (final and row + 1 == count):
-                silences[silent] = total
+                silences[silent], silent_ns[silent] = total, following - t_ns[row]
                 silent += 1
         taken, used, row = state.taken[group], state.used[group], 0
         outside = state.outside[group]
@@ -349,6 +353,25 @@ def walk(
             ends = state.at[group] + size_of
             if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
                 break
+            roughly = NOWHERE
+            if rules.inexact[group]:
+                last = min(op + RUN, last_op)
+                for number in range(op, last):
+                    upto_row = ended(t_ns, calls.first_ns[number] - bin_ns)
+                    lows[number - op] = cum[upto_row - 1] if upto_row else base
+                roughly, _, _ = about(
+                    silences,
+                    silent_ns,
+                    silent,
+                    LONG_BINS * bin_ns,
+                    state.at[group],
+                    calls.expected[op:last],
+                    lows[: last - op],
+                    float(total),
+                    final,
+                )
+                if roughly == UNDECIDED:
+                    break
             quiet, start_of = state.quiet[group], state.at[group]
             near, hit = drawn(silences, silent, quiet, start_of, size_of, rules.short[group])
             unsettled = rules.lossy[group] and not rules.alone[group] and calls.settled[group] <= op
@@ -360,6 +383,9 @@ def walk(
                 if again >= 0:
                     near = again
                     state.cut_short[group] = True
+            elif roughly >= 0:
+                near = roughly
+                state.cut_short[group] = True
             elif not hit and size_of > LINES:
                 near = _of_bin(cum[:count], near)
             state.end[group] = ends if rules.alone[group] else near
