@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
-from pulse_bpf.analysis.rough import LEAST_ENDS, LONG_BINS, MOST_EXACT, MOST_TRUE, fitted
+from pulse_bpf.analysis.rough import EXACT, astray, exact_hits, rough
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
-# Where volumes are exact, no more than this share of an operator is missing at its end, and silences before are inside
-# of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least; or when
-# what is called between two waits of the host is exactly what is carried.
-EXACT, EXACT_SHARE = 2e-4, 0.25
+# Volumes are exact, and silences before an operator's end are inside of it: when as many operators end exactly in
+# silences, and of those that do so nearly this share, at least; or when what is called between two waits of the host is
+# exactly what is carried.
+EXACT_SHARE = 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
@@ -113,38 +113,15 @@ def learn(
     short = VOLUME_TOLERANCE
     if not lossy:
         exact = best_track(curve._replace(short=EXACT), expected, np.ones(1), float(track.starts[0]))[1]
-        hits = _exact_hits(exact, expected)
-        most = max(_exact_hits(track, expected), EXACT_SHARE * track.snapped.sum())
+        hits = exact_hits(exact, expected)
+        most = max(exact_hits(track, expected), EXACT_SHARE * track.snapped.sum())
         # Silences at one place inside of each are as far apart as their ends, but not what is between two waits.
-        if hits and (hits >= most or _astray(curve, exact) <= ROUNDED):
+        if hits and (hits >= most or astray(curve, exact) <= ROUNDED):
             track, short = exact, EXACT
-    if not (lossy or paced):
-        gap_ns = np.append(np.diff(t_ns), NEVER)
-        long = gap_ns >= LONG_BINS * bin_ns
-        silences = total[long]
-        exact = max(_exact_hits(track, expected), int(np.isin(track.ends[expected > LINES], silences).sum()))
-        trials = [
-            (*fitted(silences, gap_ns[long], curve.low, curve.total, base, float(track.starts[0])), base)
-            for base in (expected, volume)
-        ]
-        _, start, multiple, ends, true, base = max(trials, key=lambda trial: trial[0])
-        # Silences at one place inside of each are as far apart as their ends.
-        inside = true > MOST_TRUE * ends and _astray(curve, track) <= VOLUME_TOLERANCE * expected.max()
-        if ends >= LEAST_ENDS and exact <= MOST_EXACT * ends and not inside:
-            return Learned(base * multiple, start, paced, False, step_ns, short, True)
+    found = None if lossy or paced else rough(curve, track, t_ns, bin_ns, total, expected, volume)
+    if found:
+        return Learned(*found, paced, False, step_ns, short, True)
     return Learned(expected, float(track.starts[0]), paced, False, step_ns, short, False)
-
-
-def _exact_hits(track: Track, expected: Floats) -> int:
-    """How many operators end in a silence with all their bytes and no more."""
-    off = np.abs(track.ends - track.starts - expected)
-    return int((track.snapped & (off <= np.maximum(EXACT * expected, ROUNDED))).sum())
-
-
-def _astray(curve: Curve, track: Track) -> float:
-    """How far, at most, operators end from the calls after them for which the host waited, in bytes."""
-    waited = np.flatnonzero(curve.waited[1:])
-    return float(np.abs(track.ends[waited] - curve.low[waited + 1]).max()) if len(waited) else np.inf
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:

@@ -6,61 +6,65 @@ import numpy as np
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
-from pulse_bpf.analysis.ends import LINES, NOWHERE, UNDECIDED, VOLUME_TOLERANCE
+from pulse_bpf.analysis.ends import INEXACT, LINES, LONG_BINS, ROUNDED, VOLUME_TOLERANCE, about
+from pulse_bpf.analysis.tracks import Curve, Track
+from pulse_bpf.analysis.walk import NEVER
 
-# An operator ends in the longest silence no farther from its own bytes than this share of them, or, of up to so many
-# that follow each other without one, at its part of theirs. Silences of fewer bins are inside of operators.
-INEXACT, RUN, LONG_BINS = 0.25, 4, 8
-# Of the first silences, so many are tried as where the first operator begins.
-BEGINS = 32
+# Where volumes are exact, no more than this share of an operator is missing at its end.
+EXACT = 2e-4
 # Volumes are rough where so many operators or more end in silences when they are taken for that, and at most this share
 # of these does so by exact ones. They are exact where more than this share of what lies between silences is.
 LEAST_ENDS, MOST_EXACT, MOST_TRUE = 4, 0.6, 0.5
+# Of so many operators it is told, and of so many first silences each is tried as where the first of them begins.
+CALLS, BEGINS = 256, 32
 
 
-@compiled
-def about(
-    silences: Longs,
-    lengths_ns: Longs,
-    count: int,
-    least_ns: int,
-    start: float,
-    sizes: Floats,
-    low: Floats,
-    total: float,
-    final: bool,
-) -> tuple[float, int, float]:
-    """Where the first operator of `sizes` from `start` ends, and how many follow each other up to which silence.
+def rough(
+    curve: Curve, track: Track, t_ns: Longs, bin_ns: int, total: Longs, expected: Floats, volume: Floats
+) -> tuple[Floats, float] | None:
+    """The bytes that operators carry on the average, and where `at` the first begins, where what each carries differs
+    from that; None where it is what is expected.
 
-    Of the `silences` the first `count` count, of `least_ns` or more; none of the operators begins before `low`. Of
-    several numbers of operators that may end in one silence it is that whose bytes are nearest. NOWHERE where no
-    silence is near, UNDECIDED until all bytes in which one may be are there.
+    That is so of a source that counts repeats like anything else, and of queue pairs that have a part of what their
+    port moved. Either the bytes `expected` or the `volume` are in proportion. `track` is the best by exact volumes.
     """
-    size = 0.0
-    for number in range(min(len(sizes), RUN)):
-        size += sizes[number]
-        first, last = start + (1 - INEXACT) * size, start + (1 + INEXACT) * size
-        if total <= last and not final:
-            return UNDECIDED, 0, 0.0
-        at, longest = -1, least_ns - 1
-        for row in range(np.searchsorted(silences[:count], np.int64(first)), count):
-            if silences[row] > last:
-                break
-            if lengths_ns[row] > longest and silences[row] > start:
-                at, longest = row, lengths_ns[row]
-        if at >= 0:
-            end, together = float(silences[at]), number + 1
-            while together < min(len(sizes), RUN) and low[together] < end:
-                more = size + sizes[together]
-                if abs(end - start - more) * size >= abs(end - start - size) * more:
-                    break
-                size, together = more, together + 1
-            return start + (end - start) * sizes[0] / size, together, end
-    return NOWHERE, 0, 0.0
+    gap_ns = np.append(np.diff(t_ns), NEVER)
+    long = gap_ns >= LONG_BINS * bin_ns
+    silences, lengths_ns = total[long], gap_ns[long]
+    first = slice(CALLS)
+    in_silence = np.isin(track.ends[first][expected[first] > LINES], silences).sum()
+    exact = max(exact_hits(track, expected, CALLS), int(in_silence))
+    if len(silences) < LEAST_ENDS or exact > MOST_EXACT * len(silences):
+        return None
+    trials = [
+        (
+            *_fitted(
+                silences, lengths_ns, curve.low[first], curve.total, base[first], float(track.starts[0])
+            ),
+            base,
+        )
+        for base in (expected, volume)
+    ]
+    _, start, multiple, ends, true, base = max(trials, key=lambda trial: trial[0])
+    # Silences at one place inside of each are as far apart as their ends.
+    inside = true > MOST_TRUE * ends and astray(curve, track) <= VOLUME_TOLERANCE * expected.max()
+    return None if ends < LEAST_ENDS or exact > MOST_EXACT * ends or inside else (base * multiple, start)
+
+
+def exact_hits(track: Track, expected: Floats, calls: int | None = None) -> int:
+    """How many operators, of the first `calls`, end in a silence with all their bytes and no more."""
+    off = np.abs(track.ends - track.starts - expected)
+    return int((track.snapped & (off <= np.maximum(EXACT * expected, ROUNDED)))[:calls].sum())
+
+
+def astray(curve: Curve, track: Track) -> float:
+    """How far, at most, operators end from the calls after them for which the host waited, in bytes."""
+    waited = np.flatnonzero(curve.waited[1:])
+    return float(np.abs(track.ends[waited] - curve.low[waited + 1]).max()) if len(waited) else np.inf
 
 
 @compiled
-def fitted(
+def _fitted(
     silences: Longs, lengths_ns: Longs, low: Floats, total: float, expected: Floats, start: float
 ) -> tuple[float, float, float, int, int]:
     """How the bytes `expected` fit: a score, a start and a multiple of them, with which operators end in `silences`;

@@ -11,11 +11,14 @@ from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Curves, Floats, Longs
 from pulse_bpf.analysis.ends import (
     LINES,
+    LONG_BINS,
     LONGEST_STEP_NS,
     NOWHERE,
     ROUNDED,
+    RUN,
     UNDECIDED,
     VOLUME_TOLERANCE,
+    about,
     drawn,
     ended,
     quiet_at,
@@ -23,7 +26,6 @@ from pulse_bpf.analysis.ends import (
     seen_of,
 )
 from pulse_bpf.analysis.pool import Found, Pool
-from pulse_bpf.analysis.rough import LONG_BINS, RUN, about
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, shape
 
 Flags = NDArray[np.bool_]

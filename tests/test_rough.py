@@ -7,8 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pulse_bpf.analysis.boundaries import Learned, learn
-from pulse_bpf.analysis.ends import NOWHERE, UNDECIDED
-from pulse_bpf.analysis.rough import about
+from pulse_bpf.analysis.ends import NOWHERE, UNDECIDED, about
 
 BIN_NS = 1000
 Longs = NDArray[np.int64]
