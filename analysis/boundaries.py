@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
-from pulse_bpf.analysis.rough import EXACT, astray, exact_hits, rough
+from pulse_bpf.analysis.rough import EXACT, LINE_BYTES, astray, exact_hits, rough
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
 
@@ -180,7 +180,8 @@ def _fit(
         again, kept = _refined(curve, first, volume, kind, guessed, moved)
         if best[1].snapped.sum() <= again[1].snapped.sum() + len(np.unique(kind[moved])):
             best, expected = again, kept
-    unseen = ~seen & (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
+    learned = np.abs(expected - guessed) > 1e-3 * guessed
+    unseen = ~seen & (expected < TINY * expected.max()) & (~learned | (expected < LINE_BYTES))
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
         best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))

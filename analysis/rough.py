@@ -10,6 +10,8 @@ from pulse_bpf.analysis.ends import INEXACT, LINES, LONG_BINS, ROUNDED, VOLUME_T
 from pulse_bpf.analysis.tracks import Curve, Track
 from pulse_bpf.analysis.walk import NEVER
 
+# The least that an operator moves is the data of one line of NCCL's LL protocol.
+LINE_BYTES = 8
 # Where volumes are exact, no more than this share of an operator is missing at its end.
 EXACT = 2e-4
 # Volumes are rough where so many operators or more end in silences when they are taken for that, and at most this share
@@ -48,7 +50,10 @@ def rough(
     _, start, multiple, ends, true, base = max(trials, key=lambda trial: trial[0])
     # Silences at one place inside of each are as far apart as their ends.
     inside = true > MOST_TRUE * ends and astray(curve, track) <= VOLUME_TOLERANCE * expected.max()
-    return None if ends < LEAST_ENDS or exact > MOST_EXACT * ends or inside else (base * multiple, start)
+    if ends < LEAST_ENDS or exact > MOST_EXACT * ends or inside:
+        return None
+    each = base * multiple
+    return np.where(each < LINE_BYTES, 0.0, each), start
 
 
 def exact_hits(track: Track, expected: Floats, calls: int | None = None) -> int:
