@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Flags, Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
+from pulse_bpf.analysis.rough import EXACT, LINE_BYTES, astray, exact_hits, rough
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
 from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE
 
-# Where volumes are exact, no more than this share of an operator is missing at its end, and silences before are inside
-# of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least; or when
-# what is called between two waits of the host is exactly what is carried.
-EXACT, EXACT_SHARE = 2e-4, 0.25
+# Volumes are exact, and silences before an operator's end are inside of it: when as many operators end exactly in
+# silences, and of those that do so nearly this share, at least; or when what is called between two waits of the host is
+# exactly what is carried.
+EXACT_SHARE = 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
@@ -44,6 +45,8 @@ class Learned(NamedTuple):
     one's. Otherwise calls run ahead, and operators follow each other by volume. `alone`: the process paces its
     operators and nobody else's call may bring their bytes. Where a process pauses for `step_ns` before a call, all
     operators before it are done. `short` is what may be missing of an operator that ends in a silence, as a share.
+    `inexact`: what operators carry differs from what is expected, and silences tell where they end: of a source that
+    counts repeats like anything else, or of queue pairs that share what their port moved.
     """
 
     expected: Floats
@@ -52,6 +55,7 @@ class Learned(NamedTuple):
     alone: bool
     step_ns: float
     short: float
+    inexact: bool
 
 
 def learn(
@@ -83,7 +87,7 @@ def learn(
     factor, paced = _learn(low, volume, kind, certain, bin_bytes)
     expected = volume * factor
     if paced and (first_ns == last_ns).all():
-        return Learned(expected, float(low[0]), True, True, np.inf, VOLUME_TOLERANCE)
+        return Learned(expected, float(low[0]), True, True, np.inf, VOLUME_TOLERANCE, False)
     silences = total[:-1][np.diff(t_ns) > bin_ns]
     waited = _waited(first_ns, bin_ns)
     anchored = np.zeros_like(waited)
@@ -109,24 +113,15 @@ def learn(
     short = VOLUME_TOLERANCE
     if not lossy:
         exact = best_track(curve._replace(short=EXACT), expected, np.ones(1), float(track.starts[0]))[1]
-        hits = _exact_hits(exact, expected)
-        most = max(_exact_hits(track, expected), EXACT_SHARE * track.snapped.sum())
+        hits = exact_hits(exact, expected)
+        most = max(exact_hits(track, expected), EXACT_SHARE * track.snapped.sum())
         # Silences at one place inside of each are as far apart as their ends, but not what is between two waits.
-        if hits and (hits >= most or _astray(curve, exact) <= ROUNDED):
+        if hits and (hits >= most or astray(curve, exact) <= ROUNDED):
             track, short = exact, EXACT
-    return Learned(expected, float(track.starts[0]), paced, False, step_ns, short)
-
-
-def _exact_hits(track: Track, expected: Floats) -> int:
-    """How many operators end in a silence with all their bytes and no more."""
-    off = np.abs(track.ends - track.starts - expected)
-    return int((track.snapped & (off <= np.maximum(EXACT * expected, ROUNDED))).sum())
-
-
-def _astray(curve: Curve, track: Track) -> float:
-    """How far, at most, operators end from the calls after them for which the host waited, in bytes."""
-    waited = np.flatnonzero(curve.waited[1:])
-    return float(np.abs(track.ends[waited] - curve.low[waited + 1]).max()) if len(waited) else np.inf
+    found = None if lossy or paced else rough(curve, track, t_ns, bin_ns, total, expected, volume)
+    if found:
+        return Learned(*found, paced, False, step_ns, short, True)
+    return Learned(expected, float(track.starts[0]), paced, False, step_ns, short, False)
 
 
 def _waited(call_ns: Longs, bin_ns: int) -> Flags:
@@ -185,7 +180,8 @@ def _fit(
         again, kept = _refined(curve, first, volume, kind, guessed, moved)
         if best[1].snapped.sum() <= again[1].snapped.sum() + len(np.unique(kind[moved])):
             best, expected = again, kept
-    unseen = ~seen & (expected < TINY * expected.max()) & (np.abs(expected - guessed) <= 1e-3 * guessed)
+    learned = np.abs(expected - guessed) > 1e-3 * guessed
+    unseen = ~seen & (expected < TINY * expected.max()) & (~learned | (expected < LINE_BYTES))
     if unseen.any():
         expected = np.where(unseen, 0.0, expected)
         best = best_track(curve, expected, np.ones(1), float(best[1].starts[0]))

@@ -14,6 +14,10 @@ ROUNDED, LINES = 128.0, 64 * 1024
 # Silences are taken for ends of operators only where fewer than this share of all places are near one.
 CHANCE = 0.1
 UNDECIDED, NOWHERE = -1.0, -2.0
+# Where volumes are rough, an operator ends in the longest silence no farther from its own bytes than this share of
+# them, or, of up to so many that follow each other without one, at its part of theirs. Silences of fewer bins are
+# inside of operators.
+INEXACT, RUN, LONG_BINS = 0.25, 4, 8
 # A step is put together again after a hole of so many bins at least, and when it is no longer than this.
 HOLE_BINS, LONGEST_STEP_NS = 3, 1_000_000_000
 
@@ -82,6 +86,47 @@ def resumed(
         if hit and drawn(silences, count, quiet, following, sizes[2] * factor)[1]:
             return at
     return NOWHERE
+
+
+@compiled
+def about(
+    silences: Longs,
+    lengths_ns: Longs,
+    count: int,
+    least_ns: int,
+    start: float,
+    sizes: Floats,
+    low: Floats,
+    total: float,
+    final: bool,
+) -> tuple[float, int, float]:
+    """Where the first operator of `sizes` from `start` ends, and how many follow each other up to which silence.
+
+    Of the `silences` the first `count` count, of `least_ns` or more; none of the operators begins before `low`. Of
+    several numbers of operators that may end in one silence it is that whose bytes are nearest. NOWHERE where no
+    silence is near, UNDECIDED until all bytes in which one may be are there.
+    """
+    size = 0.0
+    for number in range(min(len(sizes), RUN)):
+        size += sizes[number]
+        first, last = start + (1 - INEXACT) * size, start + (1 + INEXACT) * size
+        if total <= last and not final:
+            return UNDECIDED, 0, 0.0
+        at, longest = -1, least_ns - 1
+        for row in range(np.searchsorted(silences[:count], np.int64(first)), count):
+            if silences[row] > last:
+                break
+            if lengths_ns[row] > longest and silences[row] > start:
+                at, longest = row, lengths_ns[row]
+        if at >= 0:
+            end, together = float(silences[at]), number + 1
+            while together < min(len(sizes), RUN) and low[together] < end:
+                more = size + sizes[together]
+                if abs(end - start - more) * size >= abs(end - start - size) * more:
+                    break
+                size, together = more, together + 1
+            return start + (end - start) * sizes[0] / size, together, end
+    return NOWHERE, 0, 0.0
 
 
 @compiled

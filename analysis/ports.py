@@ -23,8 +23,12 @@ NARROWER = 4
 # A queue pair with less than this of what its port moves in a bin of its own carries no data there; of the port's bins
 # with data, those in which one that carries data must do so: then all carry the same operators.
 LEAST_PART, TOGETHER = 0.02, 0.8
-# Packets are control packets where they are no longer on average.
+# Packets are control packets where they are no longer on average, ...
 CONTROL_BYTES = 300
+# ... and they can be acknowledgements and clear-to-sends, which are that long on the wire, alone. Other short packets
+# are data of a few bytes, unless there are more bins of them than this share of those with data: then they are not the
+# job's.
+ACK_BYTES, CLEAR_BYTES, FEW = 66, 142, 0.05
 
 
 class PortBins:
@@ -90,11 +94,15 @@ class PortBins:
 
 @dataclass(frozen=True)
 class _Port:
-    """A port's bins in the order of time: when they begin, how long they are, and all that moved up to each."""
+    """A port's bins in the order of time: when they begin, how long they are, and what moved up to each: data, and all.
+
+    What moved is one longer, with 0 first.
+    """
 
     t_ns: Longs
     bin_ns: int
-    moved: NDArray[np.float64]  # one longer: 0 first
+    data: NDArray[np.float64]
+    all: NDArray[np.float64]
 
 
 class Ports:
@@ -122,20 +130,22 @@ class Ports:
             where = (str(node), str(nic), int(str(port or 0)), int(bool(sent)))
             if where in self._together:
                 own = own.sort("bin_ns", "t_ns").filter(pl.col("bin_ns") == pl.col("bin_ns").first())
-                data = own["bytes"].to_numpy().astype(np.float64)
-                size = data / np.maximum(1, own["packets"].fill_null(0).to_numpy())
-                # Where only control packets moved, no data did.
-                data[(size < CONTROL_BYTES) & (own["packets"].fill_null(0).to_numpy() > 0)] = 0
-                moved = np.concatenate([[0.0], np.cumsum(data)])
-                ports[where] = _Port(own["t_ns"].to_numpy(), int(own["bin_ns"][0]), moved)
+                moved = own["bytes"].to_numpy().astype(np.float64)
+                packets = own["packets"].fill_null(0).to_numpy().astype(np.float64)
+                data, every = (
+                    np.concatenate([[0.0], np.cumsum(part)]) for part in (_data(moved, packets), moved)
+                )
+                ports[where] = _Port(own["t_ns"].to_numpy(), int(own["bin_ns"][0]), data, every)
         return ports
 
     def narrowed(
         self, nodes: Sequence[str], rows: pl.DataFrame, places: dict[int, tuple[str, str, int]]
     ) -> pl.DataFrame:
-        """The `rows` (samples.BATCH) of `nodes`, those of known ports spread over the port's bins as its bytes are.
+        """The `rows` (samples.BATCH) of `nodes`, those of known ports spread over the port's bins as its data is.
 
-        `places`: where each flow is. What a row counts is kept exactly.
+        `places`: where each flow is. What a row counts is kept exactly: where the port saw no data it is spread as all
+        that the port saw, and is put where the row begins if that is nothing, by the clocks of the two readers, or a
+        reader that lost rows.
         """
         if not self._together or rows.is_empty():
             return rows
@@ -160,30 +170,47 @@ class Ports:
         )
 
 
+def _data(moved: NDArray[np.float64], packets: NDArray[np.float64]) -> NDArray[np.float64]:
+    """What is data of the bytes that `moved` in each of a port's bins; those without a count of packets are all data.
+
+    Each packet is taken for as long as an acknowledgement without data, as its headers about are: however many of the
+    packets are data, what is left is about in proportion to it.
+    """
+    left = moved - ACK_BYTES * packets
+    short = (packets > 0) & (moved < CONTROL_BYTES * packets)
+    clear, odd = np.divmod(left, CLEAR_BYTES - ACK_BYTES)
+    data = short & ((odd > 0) | (clear < 0) | (clear > packets))
+    if data.sum() > FEW * (~short).sum():
+        data[:] = False
+    return np.where(short, np.where(data, moved, 0), left)
+
+
 def _spread(rows: pl.DataFrame, port: _Port) -> pl.DataFrame | None:
     """`rows` of one flow and direction over the bins of its port; None where these are no narrower."""
     t_ns, width = rows["t_ns"].to_numpy(), rows["bin_ns"].to_numpy().astype(np.int64)
     if width.min() < NARROWER * port.bin_ns:
         return None
     begin, end = np.searchsorted(port.t_ns, t_ns), np.searchsorted(port.t_ns, t_ns + width)
-    whole = port.moved[end] - port.moved[begin]
-    if (whole == 0).any():
-        # Its port did not see it: the clocks of the two readers, or a reader that lost rows.
-        begin, end = begin[whole > 0], end[whole > 0]
-        rows, whole = rows.filter(pl.Series(whole > 0)), whole[whole > 0]
-        if rows.is_empty():
-            return None
+    unseen = port.all[end] == port.all[begin]
+    kept = rows.filter(pl.Series(unseen)).with_columns(
+        pl.lit(port.bin_ns).cast(rows.schema["bin_ns"]).alias("bin_ns")
+    )
+    begin, end, rows = begin[~unseen], end[~unseen], rows.filter(pl.Series(~unseen))
     count = end - begin
     row = np.repeat(np.arange(len(count)), count)
     at = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + begin[row]
-    before = (port.moved[at] - port.moved[begin[row]]) / whole[row]
-    after = (port.moved[at + 1] - port.moved[begin[row]]) / whole[row]
+    no_data = (port.data[end] == port.data[begin])[row]
+    before, after, first, last = (
+        np.where(no_data, port.all[index], port.data[index]) for index in (at, at + 1, begin[row], end[row])
+    )
     parts = {}
     for name in ("bytes", "retx_bytes", "ctl_packets"):
         total = rows[name].to_numpy().astype(np.float64)[row]
-        parts[name] = np.rint(total * after) - np.rint(total * before)
-    some = parts["bytes"] > 0
-    return pl.DataFrame(
+        parts[name] = np.rint(total * ((after - first) / (last - first))) - np.rint(
+            total * ((before - first) / (last - first))
+        )
+    some = sum(parts.values()) > 0
+    spread = pl.DataFrame(
         {
             "flow": rows["flow"].to_numpy()[row][some],
             "tx": rows["tx"].to_numpy()[row][some],
@@ -192,6 +219,7 @@ def _spread(rows: pl.DataFrame, port: _Port) -> pl.DataFrame | None:
             **{name: part[some] for name, part in parts.items()},
         }
     ).cast(rows.schema)
+    return pl.concat([spread, kept.select(spread.columns)])
 
 
 def _together(coarse: Iterable[pl.DataFrame]) -> pl.DataFrame:

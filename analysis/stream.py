@@ -387,7 +387,8 @@ class Cutter:
             )
             expected[begin:end][~seen[begin:end]] *= later["factor"].fill_null(common).to_numpy()
             rules.paced[group], rules.alone[group] = learned.paced, learned.alone
-            rules.short[group], rules.step_ns[group] = learned.short, learned.step_ns
+            rules.short[group], rules.inexact[group] = learned.short, learned.inexact
+            rules.step_ns[group] = learned.step_ns
             state.at[group] = learned.at
         self._list(calls.with_columns(expected=pl.Series(expected)))
 

@@ -10,10 +10,14 @@ from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Curves, Flags, Floats, Longs
 from pulse_bpf.analysis.ends import (
     LINES,
+    LONG_BINS,
     LONGEST_STEP_NS,
+    NOWHERE,
     ROUNDED,
+    RUN,
     UNDECIDED,
     VOLUME_TOLERANCE,
+    about,
     drawn,
     ended,
     quiet_at,
@@ -67,6 +71,7 @@ class Rules(NamedTuple):
     lossy: Flags
     short: Floats
     step_ns: Floats
+    inexact: Flags
     bin_ns: Longs
     window_bytes: Floats
 
@@ -122,6 +127,7 @@ def nothing_known(groups: int) -> tuple[Calls, Rules, State]:
             flags(),
             np.full(groups, VOLUME_TOLERANCE),
             np.full(groups, np.inf),
+            flags(),
             zeros(),
             np.zeros(groups),
         ),
@@ -185,7 +191,7 @@ def walk(
     more.retx[:held] = pool.retx
     more.ctl[:held] = pool.ctl
     cum = np.empty(longest, np.int64)
-    silences = np.empty(longest, np.int64)
+    silences, silent_ns = np.empty(longest, np.int64), np.empty(longest, np.int64)
     lows = np.empty(len(calls.expected) + 1)
     bins_ns = np.empty(longest + 2, np.int64)
     bins = np.empty(longest + 2, np.int64)
@@ -210,7 +216,7 @@ def walk(
             cum[row] = total
             following = until_ns if row + 1 == count else t_ns[row + 1]
             if following - t_ns[row] > bin_ns or (final and row + 1 == count):
-                silences[silent] = total
+                silences[silent], silent_ns[silent] = total, following - t_ns[row]
                 silent += 1
         taken, used, row = state.taken[group], state.used[group], 0
         outside = state.outside[group]
@@ -373,6 +379,27 @@ def walk(
             ends = state.at[group] + size_of
             if not (final or total > ends + reach or (silent and silences[silent - 1] >= ends)):
                 break
+            roughly = NOWHERE
+            if rules.inexact[group]:
+                if not final and op + RUN > last_op:
+                    break
+                last = min(op + RUN, last_op)
+                for number in range(op, last):
+                    upto_row = ended(t_ns, calls.first_ns[number] - bin_ns)
+                    lows[number - op] = cum[upto_row - 1] if upto_row else base
+                roughly, _, _ = about(
+                    silences,
+                    silent_ns,
+                    silent,
+                    LONG_BINS * bin_ns,
+                    state.at[group],
+                    calls.expected[op:last],
+                    lows[: last - op],
+                    float(total),
+                    final,
+                )
+                if roughly == UNDECIDED:
+                    break
             quiet, start_of = state.quiet[group], state.at[group]
             near, hit = drawn(silences, silent, quiet, start_of, size_of, rules.short[group])
             unsettled = rules.lossy[group] and not rules.alone[group] and calls.settled[group] <= op
@@ -386,6 +413,9 @@ def walk(
                 if again >= 0:
                     near = again
                     state.cut_short[group] = True
+            elif roughly >= 0:
+                near = roughly
+                state.cut_short[group] = True
             elif not hit and size_of > LINES:
                 near = _of_bin(cum[:count], near)
             state.end[group] = ends if rules.alone[group] else near

@@ -7,7 +7,7 @@ from typing import Any
 import polars as pl
 
 from pulse_bpf.analysis.attribute import FLOWS
-from pulse_bpf.lab.boundaries import Boundaries, brief, compare, distances, volumes
+from pulse_bpf.lab.boundaries import Boundaries, alone, brief, compare, distances, volumes
 from pulse_bpf.schema import OPERATORS
 
 BIN_NS = 1000
@@ -95,3 +95,12 @@ def test_operators_shorter_than_a_bin() -> None:
     # Two channels of one, which together take longer.
     true += [_row(3, 0, 500), _row(3, 900, 1400)]
     assert brief(pl.DataFrame(true, schema=OPERATORS), BIN_NS) == 1
+
+
+def test_operators_whose_port_moves_nothing_else_in_their_bins() -> None:
+    true = [_row(0, 100, 200), _row(0, 100, 250, peer_rank=2)]  # of two peers at once
+    true += [_row(1, 3100, 4200), _row(2, 4300, 5100)]  # both in the bin that begins at 4000
+    true += [_row(3, 7100, 7900), _row(4, 8000, None), _row(5, 9100, 9200, direction="rx")]
+    samples = pl.DataFrame({"node": ["n0"], "t_ns": [5000], "bin_ns": [BIN_NS]})
+    found = alone(pl.DataFrame(true, schema=OPERATORS), samples)
+    assert sorted(found["op_seq"]) == [3, 4, 5]

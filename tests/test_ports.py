@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import polars as pl
+from hypothesis import given
+from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pulse_bpf.analysis.metrics import OPERATORS
@@ -63,6 +65,31 @@ def test_bytes_are_where_the_port_has_them_and_none_is_lost() -> None:
     assert one["t_ns"].to_list() == [5 * BIN_NS, 6 * BIN_NS, 40 * BIN_NS]
     assert one["bin_ns"].unique().to_list() == [BIN_NS]
     assert one["bytes"].to_list() == [500, 251, 250]
+
+
+def test_data_of_a_few_bytes_is_told_from_control_packets() -> None:
+    """One packet of 70 bytes with an acknowledgement is neither of 142 nor of 66 bytes alone."""
+    rows = _coarse([(1, 0, 4158 * 40 + 70)])
+    port = _port(dict.fromkeys(range(40), (4158, 1)) | {60: (70 + 66, 2), 70: (142 + 2 * 66, 3)})
+    found = _ports(port, rows).narrowed(["a"], rows, PLACES)
+    assert found["t_ns"].max() == 60 * BIN_NS
+    assert found["bytes"].sum() == 4158 * 40 + 70
+
+
+def test_short_packets_of_others_are_no_data() -> None:
+    rows = _coarse([(1, 0, 4158 * 40)])
+    port = _port(dict.fromkeys(range(40), (4158, 1)) | dict.fromkeys(range(60, 80), (90, 1)))
+    assert _ports(port, rows).narrowed(["a"], rows, PLACES)["t_ns"].max() == 39 * BIN_NS
+
+
+@given(st.lists(st.tuples(st.integers(1, 4000), st.integers(0, 20)), min_size=1, max_size=12))
+def test_no_byte_is_lost_whatever_the_port_saw(bins: list[tuple[int, int]]) -> None:
+    """Neither where there were only control packets in a wide bin, nor where the port saw nothing."""
+    rows = _coarse([(1, number, 142 * (number + 1)) for number in range(4)])
+    port = _port({7 * number: (60 * packets + size, packets) for number, (size, packets) in enumerate(bins)})
+    found = _ports(port, rows).narrowed(["a"], rows, PLACES)
+    wide = found.with_columns(number=pl.col("t_ns") // WIDE_NS).group_by("number").agg(pl.col("bytes").sum())
+    assert sorted(wide.rows()) == [(number, 142 * (number + 1)) for number in range(4)]
 
 
 def test_a_port_of_two_jobs_stays_as_it_is() -> None:

@@ -79,6 +79,7 @@ def same_in_windows(
         ("healthy", "moe", "packets", ["qpn-reuse", "same-qpns", "netlink-only"]),
         ("healthy", "dp", "packets", ["late-attach", "no-clock-sync"]),
         ("healthy", "megatron", "pcc", []),
+        ("lossy-link", "moe-alltoall", "pcc", []),
         ("healthy", "dp", "diag+netlink", []),
     ],
 )

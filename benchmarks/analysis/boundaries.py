@@ -29,7 +29,7 @@ from simulated_recordings import simulated
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
-from pulse_bpf.lab.boundaries import Boundaries, brief, compare, visible, volumes
+from pulse_bpf.lab.boundaries import Boundaries, alone, brief, compare, visible, volumes
 from pulse_bpf.lab.owners import Owners
 from pulse_bpf.lab.owners import compare as compare_owners
 from pulse_bpf.lab.sim.workloads import WORKLOADS
@@ -48,8 +48,9 @@ KEY = ("workload", "source", "condition", "scenario")
 class Row:
     """What came of some recordings: counts of operators, whose bytes, and boundaries.volumes of the operators found.
 
-    `elsewhere`: the operators that neither leave nor reach a port at fault. `brief`: of all, those that take less than
-    a bin; `bin_ns` of the widest.
+    `elsewhere`: the operators that neither leave nor reach a port at fault; `alone`: those whose port moves nothing
+    else in the bins from their start to their end. `brief`: of all, those that take less than a bin; `bin_ns` of the
+    widest.
     """
 
     workload: str
@@ -61,6 +62,7 @@ class Row:
     owners: Owners
     volumes: pl.DataFrame
     elsewhere: Boundaries
+    alone: Boundaries
     brief: int
     bin_ns: int
 
@@ -121,6 +123,7 @@ def derived(directory: Path, key: tuple[str, str, str, str]) -> Row:
         compare_owners(recording, flows, truth),
         volumes(found, flows, seen).select("true_bytes", "off"),
         compare(found, healthy(seen, directory)),
+        compare(found, alone(seen, recording.samples.whole("node", "t_ns", "bin_ns"))),
         brief(seen, bin_ns),
         bin_ns,
     )
@@ -155,6 +158,7 @@ def pooled(rows: Sequence[Row], *by: str) -> list[Row]:
             owned([row.owners for row in group]),
             pl.concat([row.volumes for row in group]),
             counted([row.elsewhere for row in group]),
+            counted([row.alone for row in group]),
             sum(row.brief for row in group),
             max(row.bin_ns for row in group),
         )
@@ -177,7 +181,8 @@ def owned(parts: Sequence[Owners]) -> Owners:
 
 
 OPERATORS = ("true", "found", "start ≤ 3 bins", "end ≤ 3 bins", "invented")
-LIMITS = ("bin µs", "shorter than a bin", "elsewhere", "start ≤ 3 bins", "end ≤ 3 bins")
+WITHIN = ("start ≤ 3 bins", "end ≤ 3 bins")
+LIMITS = ("bin µs", "shorter than a bin", "elsewhere", *WITHIN, "alone", *WITHIN)
 BYTES = ("right", "rank right", "wrong", "rank wrong", "not attributed")
 VOLUMES = ("≤ 0.5 %", "median", "99 %", "small ≤ 0.5 %")
 
@@ -190,11 +195,12 @@ def operators(row: Row) -> list[str]:
 
 
 def limits(row: Row) -> list[str]:
-    """As LIMITS: of all operators and of those elsewhere."""
-    count, there = row.operators, row.elsewhere
-    within = there.starts_within_3, there.ends_within_3
-    elsewhere = [share(part, there.true) for part in within]
-    return [f"{row.bin_ns / 1000:g}", share(row.brief, count.true), str(there.true), *elsewhere]
+    """As LIMITS: of all operators, of those elsewhere, and of those alone in their bins."""
+    told = [f"{row.bin_ns / 1000:g}", share(row.brief, row.operators.true)]
+    for part in (row.elsewhere, row.alone):
+        within = part.starts_within_3, part.ends_within_3
+        told += [str(part.true), *(share(count, part.true) for count in within)]
+    return told
 
 
 def shares(row: Row) -> list[str]:
@@ -253,8 +259,12 @@ def section(chosen: argparse.Namespace, rows: list[Row]) -> str:
         What a source cannot tell. "bin µs": the widest of its bins in any of the workloads. "shorter than a bin": of
         all true operators, in bins of their own recording; the start and end of one such may lie in the same bin as
         those beside it, and only its volume tells it. "elsewhere": those that neither leave nor reach the port at
-        fault. The source pcc counts what is sent, a repeat like anything else, so that on a lossy link no volume tells
-        where an operator ends. A port with a slow sender may still send what a host, which waited for its own part
+        fault. "alone": those whose port moves nothing else, be it another operator or the same to another peer, in the
+        bins of its queue pairs from their start to their end. The source diag+netlink counts a port in narrow bins and
+        a queue pair every 10 ms: of what shares these it tells the sum, and when the port moved, not whose it was
+        (dp-tree, neighbour). The source pcc counts what is sent, a repeat like anything else, so that on a lossy link
+        operators end in silences after about as many bytes as they should; where they follow each other without a
+        silence, nothing tells. A port with a slow sender may still send what a host, which waited for its own part
         only, calls done: where such a port is never silent, nothing tells by how much (loops).
     """
     by_fault = pooled(rows, "source", "condition", "scenario")

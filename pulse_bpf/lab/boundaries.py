@@ -81,6 +81,32 @@ def brief(truth: pl.DataFrame, bin_ns: int) -> int:
     return _complete(_true(truth)).filter(pl.col("true_end_ns") - pl.col("true_start_ns") < bin_ns).height
 
 
+def alone(truth: pl.DataFrame, samples: pl.DataFrame) -> pl.DataFrame:
+    """The rows of `truth` whose port moves nothing else in the bins from their start to their end.
+
+    Of what is in one bin of `samples` (node, t_ns, bin_ns of all), a source may tell only what moved together. The
+    bins of a node are taken for the widest it has, and for equally far apart.
+    """
+    bins = samples.group_by("node").agg(
+        pl.col("bin_ns").max().cast(pl.Int64),
+        (pl.col("t_ns") % pl.col("bin_ns").max()).first().alias("phase_ns"),
+    )
+    group = ["node", "nic", "direction"]
+    first, last = ((pl.col(side) - pl.col("phase_ns")) // pl.col("bin_ns") for side in ("start_ns", "end_ns"))
+    ordered = (
+        truth.join(bins, on="node")
+        .with_columns(first=first, last=last.fill_null(2**62))
+        .sort(*group, "start_ns")
+        .with_columns(
+            before=pl.col("last").cum_max().shift().over(group), after=pl.col("first").shift(-1).over(group)
+        )
+    )
+    free = (pl.col("before") < pl.col("first")).fill_null(True) & (
+        pl.col("after") > pl.col("last")
+    ).fill_null(True)
+    return truth.join(ordered.filter(~free), on=KEY, how="anti", nulls_equal=True)
+
+
 def volumes(operators: pl.DataFrame, flows: pl.DataFrame, truth: pl.DataFrame) -> pl.DataFrame:
     """Each true operator that was found: KEY, `true_bytes`, and `off`, its derived bytes' share above or below these.
 
