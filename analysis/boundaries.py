@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
-from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.curves import Flags, Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
-from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE, Flags
+from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE
 
 # Where volumes are exact, no more than this share of an operator is missing at its end, and silences before are inside
 # of it: when as many operators end exactly in silences, and of those that do so nearly this share, at least; or when

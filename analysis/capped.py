@@ -11,8 +11,9 @@ import polars as pl
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.in_order import in_order
 from pulse_bpf.analysis.lags import IN_PAIRS
+from pulse_bpf.analysis.rates import LEAST_PART, OPERATOR
 from pulse_bpf.analysis.shared import OVER, PORT, not_held_up, not_shared
-from pulse_bpf.analysis.slow import LEAST_PART, OPERATOR, hot, speed
+from pulse_bpf.analysis.slow import hot, speed
 from pulse_bpf.analysis.twins import TWO_SIDED
 
 # Bins that a flow must be busy for in an operator before its rate is judged, and how near its byte-weighted median

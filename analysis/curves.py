@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 
 Longs = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 # Columns of the totals of a stream.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from pulse_bpf.analysis.compiled import compiled
-from pulse_bpf.analysis.curves import Curves, Longs
-from pulse_bpf.analysis.walk import LAST_NS, OUTSIDE, ROWS, Flags, add_outside
+from pulse_bpf.analysis.curves import Curves, Flags, Longs
+from pulse_bpf.analysis.walk import LAST_NS, OUTSIDE, ROWS, add_outside
 
 # A silence of so many bins ends a burst: shorter ones are those between packets and slices.
 SILENCE_BINS = 8

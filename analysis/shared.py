@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pulse_bpf.analysis.slow import LEAST_PART, OPERATOR
+from pulse_bpf.analysis.rates import LEAST_PART, OPERATOR
 
 PORT = ["node", "nic"]
 # How far above a rate a port is when it is faster: by its own bins, and by the sum of flows that bins blur.

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pulse_bpf.analysis.compiled import compiled
-from pulse_bpf.analysis.curves import Floats, Longs
+from pulse_bpf.analysis.curves import Flags, Floats, Longs
 from pulse_bpf.analysis.ends import LINES, drawn, resumed
-from pulse_bpf.analysis.walk import Flags
 
 # Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
 PROTOCOLS = (1.0, 128 / 120, 2.0)

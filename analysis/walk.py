@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulse_bpf.analysis.compiled import compiled
-from pulse_bpf.analysis.curves import Curves, Floats, Longs
+from pulse_bpf.analysis.curves import Curves, Flags, Floats, Longs
 from pulse_bpf.analysis.ends import (
     LINES,
     LONGEST_STEP_NS,
@@ -23,8 +22,6 @@ from pulse_bpf.analysis.ends import (
 )
 from pulse_bpf.analysis.pool import Found, Pool
 from pulse_bpf.analysis.shape import NOTHING, REAL, WHOLE, shape
-
-Flags = NDArray[np.bool_]
 
 # A process that waits for each operator moves between two calls what the first needs, to this accuracy.
 PACED_TOLERANCE = 0.02

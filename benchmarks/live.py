@@ -12,8 +12,8 @@ of the verdict, which in a cluster are spent by machines of their own. `as analy
 same of the whole recording.
 `healthy`: recordings without a fault, one seed and job after the other; how many findings opened.
 `load`: collectors as processes of their own, and so many agents, each with a certificate and connection of its own,
-that send twice a second what the agents of a simulated job said, in jobs of `--nodes`; CPU time and memory of receiving
-and storing, and of judging, which other processes do.
+that send twice a second what the agents of a simulated job said, in jobs of `--nodes`; when it is confirmed, and CPU
+time and memory of receiving and storing, and of judging, which other processes do.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import polars as pl
 import trustme
@@ -52,6 +53,8 @@ TWELVE = (
     *("gpu-slow", "gpu-contended", "host-cpu", "pcie-slow", "host-pause", "nic-slow"),
     *("nic-flap", "lossy-link", "congestion", "path-collision", "pause-storm", "hang-inside"),
 )
+# Threads that speak for agents.
+SENDERS = 8
 HEALTHY = ("dp", "fsdp", "megatron", "dp-checkpoint", "megatron-last-stage", "moe")
 
 
@@ -183,23 +186,29 @@ def load(chosen: argparse.Namespace, scratch: Path) -> None:
                 "localhost", site.port, authority.cert_pem.bytes(), _pem(shown), shown.private_key_pem.bytes()
             )
         rounds = min(len(steps) for steps in said.values())
-        ahead_ns = time.time_ns() - said[next(iter(said))][0].until_ns
-        rows = size = 0
-        before, began, late_s = [site.cpu_s() for site in sites], time.monotonic(), 0.0
+        # What is said is made beforehand, with the moments at which it is going to be sent.
+        begins_s = time.time() + 5.0 + 0.01 * rounds * len(names)
+        ahead_ns = round(begins_s * 1e9) - said[next(iter(said))][0].until_ns
+        turns: list[list[_Turn]] = [[] for _ in range(SENDERS)]
         for number in range(rounds):
-            due = began + number * STEP_NS / 1e9
-            time.sleep(max(0.0, due - time.monotonic()))
-            for name in names:
+            for place, name in enumerate(names):
                 job, _, node = name.partition("-")
-                content, final = _renamed(said[node][number], job, ahead_ns)
-                links[name].send(content, 0, time.time_ns())
-                rows, size = rows + final, size + len(content)
-            late_s = max(late_s, time.monotonic() - due)
+                due_s = begins_s + (number + place / len(names)) * STEP_NS / 1e9
+                step = _renamed(said[node][number], job, ahead_ns)
+                turns[place % SENDERS].append(_Turn(due_s, links[name], *step))
+        if time.time() > begins_s:
+            raise SystemExit("this machine is too busy: it took too long to make what agents say")
+        rows = sum(turn.rows for each in turns for turn in each)
+        size = sum(len(turn.content) for each in turns for turn in each)
+        before = [site.cpu_s() for site in sites]
+        with ThreadPoolExecutor(SENDERS) as senders:
+            late_s = sorted(late for each in senders.map(_sent, turns) for late in each)
         seconds = rounds * STEP_NS / 1e9
         print(
             f"{len(names)} agents, {rows / seconds / len(names):.0f} operator rows a second and agent, "
-            f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, {seconds:.0f} s of it in "
-            f"{time.monotonic() - began:.0f} s; the last of a round came {late_s:.1f} s late"
+            f"{size / seconds / len(names) / 1024:.0f} KB a second and agent, for {seconds:.0f} s; confirmed after "
+            f"{statistics.median(late_s):.3f} s (median), {late_s[len(late_s) * 99 // 100]:.3f} s (99 %), "
+            f"{late_s[-1]:.3f} s (most)"
         )
         for site, (taken, judged) in zip(sites, before, strict=True):
             taking, judging = (now - then for now, then in zip(site.cpu_s(), (taken, judged), strict=True))
@@ -209,6 +218,25 @@ def load(chosen: argparse.Namespace, scratch: Path) -> None:
                 f"a row; {judging:.1f} CPU s for {verdicts:.0f} verdicts, the last of them on operators that "
                 f"were {lag_s:.1f} s old; {' + '.join(f'{held:.0f}' for held in site.held_mb())} MB"
             )
+
+
+class _Turn(NamedTuple):
+    """What an agent says, with so many final operators, and when."""
+
+    due_s: float
+    link: FlightLink
+    content: bytes
+    rows: int
+
+
+def _sent(turns: Sequence[_Turn]) -> list[float]:
+    """How long after its turn each was confirmed; one agent's steps come in their order."""
+    late_s = []
+    for turn in turns:
+        time.sleep(max(0.0, turn.due_s - time.time()))
+        turn.link.send(turn.content, 0, time.time_ns())
+        late_s.append(time.time() - turn.due_s)
+    return late_s
 
 
 @dataclass(frozen=True)

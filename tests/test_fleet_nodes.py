@@ -196,6 +196,13 @@ def test_a_place_that_cannot_be_is_refused_before_anything_runs(
     assert "Not a directory" in capsys.readouterr().err
 
 
+def test_a_dry_run_refuses_the_place_that_a_run_would(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (path / "out").mkdir()
+    (path / "out" / "manifest.json").touch()
+    assert main(["investigate", "-w", "a", "-o", str(path / "out"), "--dry-run"]) == USAGE
+    assert "out" in capsys.readouterr().err
+
+
 def pod(name: str, node: str, phase: str = "Running") -> dict[str, object]:
     return {"metadata": {"name": name}, "spec": {"nodeName": node}, "status": {"phase": phase}}
 

@@ -69,6 +69,10 @@ def test_a_machine_whose_buffers_are_full_is_named(node: str, before: bool) -> N
     assert finding.victims == [other for other in NODES if other != node]
 
 
+def test_a_machine_that_became_slow_inside_is_told_by_the_operators_since_then() -> None:
+    assert named(ring(lambda step, sender, nic: 400 * US if sender == "c" and step >= 10 else 0)) == ["c"]
+
+
 def test_the_edges_are_told_as_well_where_only_what_is_sent_was_seen() -> None:
     assert named(ring(slow_inside("c")).filter(pl.col("direction") == "tx")) == ["c"]
 
@@ -81,6 +85,8 @@ def test_the_edges_are_told_as_well_where_only_what_is_sent_was_seen() -> None:
         (lambda step, sender, nic: 400 * US if (sender, nic) == ("c", NICS[0]) else 0, "one NIC: a port"),
         (lambda step, sender, nic: 400 * US if sender == NODES[step % 6] else 0, "another one each time"),
         (lambda step, sender, nic: 400 * US if sender in "be" else 0, "two machines far from each other"),
+        (lambda step, sender, nic: 400 * US if sender == "cd"[step % 2] else 0, "two neighbours by turns"),
+        (lambda step, sender, nic: 400 * US if sender == "c" and step % 10 < 7 else 0, "unequal by chance"),
         (lambda step, sender, nic: 400 * US if sender == "c" and step < 3 else 0, "a few operators"),
         (lambda step, sender, nic: 3 * MS if sender == "c" else 0, "more than buffers can hold: cut wrongly"),
     ],

@@ -136,6 +136,8 @@ def test_clear_to_sends_of_groups_that_are_not_wanted_are_not_held() -> None:
     [
         (100.0, True, ("node", "b", None)),
         (400.0, True, ("nic", "b", "mlx5_0")),
+        # Its acknowledgements leave by the slow port.
+        (230.0, True, ("nic", "b", "mlx5_0")),
         (100.0, False, ("node", "b", None)),
     ],
 )

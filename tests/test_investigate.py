@@ -236,6 +236,18 @@ def test_nothing_is_left_on_a_node_when_it_ends_in_the_middle(
             assert nodes.clean_within(CLEAN_WITHIN_S) == []
 
 
+def test_nothing_is_left_after_ctrl_c_while_agents_start(tmp_path: Path, job: Path) -> None:
+    slow = tmp_path / "slow-pulse"
+    slow.write_text(f'#!/bin/sh\nsleep 2\nexec {PULSE} "$@"\n')
+    slow.chmod(0o755)
+    with cluster(tmp_path, NODES[:1], {NODES[0]: slow}) as nodes:
+        with running(nodes, tmp_path / "out", "-w", "node0", "--rehearse", job) as process:
+            await_(lambda: nodes.pids("node0"), process, "it is about to start")
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+        assert nodes.left() == []
+
+
 @pytest.mark.bcc
 @pytest.mark.parametrize(
     "end", ["in time", "Ctrl-C", pytest.param("in time, and Pulse is sent", marks=pytest.mark.long)]

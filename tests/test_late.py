@@ -136,6 +136,13 @@ def test_what_is_seen_in_bins_as_wide_as_operators_are_apart_says_nothing() -> N
     assert _late(rows.with_columns(bin_ns=pl.lit(10 * MS, pl.Int64))) == []
 
 
+@pytest.mark.parametrize(("bins", "named"), [(4, []), (6, ["node2"])])
+def test_late_is_more_than_cutting_may_be_off_by_in_wide_bins(bins: int, named: list[str]) -> None:
+    rows = _rows(late_ns=lambda rank, step: bins * MS if rank == 2 else 0)
+    found = _late(rows.with_columns(bin_ns=pl.lit(MS, pl.Int64)))
+    assert [node for node, _ in found] == named
+
+
 @pytest.mark.parametrize("missed", [1, 2, 5])
 def test_calls_in_volleys_match_when_a_rank_was_seen_later_than_others(missed: int) -> None:
     """Within a volley calls are nearer to each other than ranks are apart."""

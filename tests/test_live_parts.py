@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
+import mmap
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -22,7 +24,7 @@ from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.live import agent, judging, wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.jobs import MEMBERS, members
-from pulse_bpf.live.memory import give_back
+from pulse_bpf.live.memory import Spare
 from pulse_bpf.live.recorder import FlightRecorder
 from pulse_bpf.live.security import LinkError
 from pulse_bpf.live.spool import Spool
@@ -340,22 +342,37 @@ def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_p
     ]
 
 
-def test_the_code_of_compilers_is_given_back_and_still_runs() -> None:
+def test_code_is_given_back_and_still_runs() -> None:
     before, later = numba.njit(lambda: 1), numba.njit(lambda: 2)
     assert before() == 1
-    resident = compilers_kb()
-    give_back()
-    assert compilers_kb() < resident / 2
+    resident = code_kb()
+    spare = Spare()
+    spare.give_back()
+    spare.give_back()
+    assert code_kb() < resident / 2
     assert later() == 2
 
 
-def compilers_kb() -> int:
-    """How much code of compilers this process has in memory."""
+def code_kb() -> int:
+    """How much code of libraries this process has in memory."""
     named, sizes = False, [0]
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
         if not words[0].endswith(":"):
-            named = words[1] == "r-xp" and "libllvmlite" in words[-1]
+            named = words[1] == "r-xp" and ".so" in words[-1]
         elif named and words[0] == "Rss:":
             sizes.append(int(words[1]))
     return sum(sizes)
+
+
+def test_what_was_changed_in_memory_is_not_given_back(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old" * 100)
+    with (tmp_path / "file").open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 300, mmap.MAP_PRIVATE)
+    mapped[:3] = b"new"
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), mmap.PAGESIZE, mmap.PROT_READ) == 0
+    spare = Spare()
+    spare.give_back()
+    spare.give_back()
+    assert mapped[:6] == b"newold"

@@ -10,8 +10,21 @@ from typing import Any
 from rich.console import Console
 
 from pulse_bpf.arguments import seconds
-from pulse_bpf.errors import OK, UsageError
+from pulse_bpf.errors import HOST, NO_DATA, OK, PARTIAL, USAGE, UsageError
 from pulse_bpf.output import write
+
+_EPILOG = f"""examples:
+  pulse investigate -w gpu[001-064] -o case              all that use NCCL there, for 10 s
+  pulse investigate --job 4711 --worker slurm -o case    this job, on its nodes, through srun
+  pulse investigate -w gpu[001-064] --bootstrap -o case  nodes that do not have Pulse
+
+exit status:
+  {OK}   all nodes took part, whatever was found
+  {PARTIAL}   some did not, and are named; or it was interrupted
+  {USAGE}   wrong usage, or DIR holds something already
+  {HOST}   this host lacks something
+  {NO_DATA}   no node can be used
+"""
 
 _notices = Console(stderr=True)
 _PROGRAM = re.compile(r"[A-Za-z0-9/._+][A-Za-z0-9/._+-]{0,250}")
@@ -20,7 +33,11 @@ _PROGRAM = re.compile(r"[A-Za-z0-9/._+][A-Za-z0-9/._+-]{0,250}")
 def add_commands(verbs: Any) -> None:
     """Adds both to the subparsers `verbs` of the command line."""
     ask = verbs.add_parser(
-        "investigate", help="record on all nodes of a job at once, and name who is at fault"
+        "investigate",
+        help="record on all nodes of a job at once, and name who is at fault",
+        description="Records on all nodes of a job at one moment, has each cut its own part, and judges all together.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     ask.add_argument("-w", "--nodes", metavar="NODES", help="a node set: gpu[001-064], @group")
     ask.add_argument(
@@ -78,6 +95,7 @@ def _investigate(arguments: argparse.Namespace) -> int:
     from pulse_bpf.fleet import bootstrap, nodes
     from pulse_bpf.fleet.investigate import Plan, investigate
     from pulse_bpf.fleet.workers import Way
+    from pulse_bpf.store import RecordingWriter
     from pulse_bpf.watch import Selection
 
     if not 10 <= arguments.bin_us <= 10_000:
@@ -134,6 +152,7 @@ def _investigate(arguments: argparse.Namespace) -> int:
         bootstrap=arguments.bootstrap,
     )
     if arguments.dry_run:
+        RecordingWriter(plan.output)
         write("\n".join(plan.told()))
         return OK
     return investigate(plan, _notices, arguments.json)

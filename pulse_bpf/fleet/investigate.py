@@ -205,7 +205,9 @@ def _some(sessions: Sessions) -> list[Node]:
         return sessions.live
     reasons = by_reason({node.name: node.reason or "" for node in sessions.nodes.values()})
     told = "; ".join(f"{folded(names)}: {reason}" for reason, names in list(reasons.items())[:5])
-    raise DataError("none of the nodes can be used", told, "See with: pulse investigate --dry-run")
+    raise DataError(
+        "none of the nodes can be used", told, "Mend that, or name others; --dry-run shows what runs there"
+    )
 
 
 def _is_wrong(node: Node) -> bool:

@@ -17,7 +17,7 @@ from pulse_bpf.live.agent import Agent
 from pulse_bpf.live.collector import Collector
 from pulse_bpf.live.findings_log import Event
 from pulse_bpf.live.judges import Judge
-from pulse_bpf.live.memory import give_back
+from pulse_bpf.live.memory import Spare
 from pulse_bpf.live.server import Server
 from pulse_bpf.live.status import LATE_NS
 from pulse_bpf.session import Recording, stop_on_signals
@@ -78,7 +78,11 @@ def run_agent(hosts: Sequence[Host], wanted: Wanted, agent: Agent, console: Cons
     with stop_on_signals() as stop, ExitStack() as cleanup:
         recording = Recording(hosts, wanted, True, False, agent, cleanup)
         privileges.drop()
-        for work, period_s in ((agent.measure, LOOK_S), (agent.send, LOOK_S), (give_back, GIVE_BACK_S)):
+        for work, period_s in (
+            (agent.measure, LOOK_S),
+            (agent.send, LOOK_S),
+            (Spare().give_back, GIVE_BACK_S),
+        ):
             cleanup.callback(Worker(work, period_s, tell).stop)
         recording.run(None, stop, console)
     return recording.outcome.exit_status

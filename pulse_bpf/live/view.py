@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,9 +98,8 @@ class View:
                 for name in ("coverage", "events", "port_counters")
                 if name in step.tables
             }
-            self.held.append(
-                Held(step.until_ns, {**kept, "operators": step.tables["operators"].filter(final)})
-            )
+            operators = _alone(step.tables["operators"].filter(final))
+            self.held.append(Held(step.until_ns, {**kept, "operators": operators}))
             self.lost = int(kept["coverage"]["lost"].sum()) if "coverage" in kept else self.lost
         # Operators that began in the window may be final seconds after it.
         while self.held and self.held[0].until_ns < step.until_ns - (sparse_ns if self.sparse else window_ns):
@@ -128,3 +128,8 @@ class View:
         # The first step that is held may itself be the first that lost something.
         lost = "lost" if len(said) == 1 else newly
         return latest.with_columns(lost=pl.col(lost) if isinstance(lost, str) else lost).drop("before")
+
+
+def _alone(frame: pl.DataFrame) -> pl.DataFrame:
+    """`frame` in memory of its own: texts of one that came in a message keep all of that, twice what it needs."""
+    return pl.DataFrame.deserialize(io.BytesIO(frame.serialize()))
