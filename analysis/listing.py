@@ -9,9 +9,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from pulse_bpf.analysis import walk
-from pulse_bpf.analysis.curves import Longs
+from pulse_bpf.analysis.curves import Flags, Longs
 from pulse_bpf.analysis.pool import Found, Pool
-from pulse_bpf.analysis.walk import Calls, Flags, State
+from pulse_bpf.analysis.walk import Calls, State
 
 Ops = NDArray[np.uint32]
 

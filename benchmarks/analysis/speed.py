@@ -146,9 +146,10 @@ def _introduction(seconds: float, shape: str) -> str:
         of samples alone, below which no analysis comes that reads them so; it takes times, directions and
         clear-to-sends as well, while a scan by flow takes two columns. "MB": the most memory held, less what
         Python and its libraries hold. The table of operators leaves block by block and is never in memory.
-        What grows with a recording is, of one node after the other, its calls and what they were found to move,
-        which are held to the end: memory is not independent of length, and above decoding, time goes with
-        operators and with windows of time as well as with rows. "B/B": bytes of the operators table as Parquet per
+        Of one node after the other, calls are read some at a time and operators told once nothing of them can
+        change: what grows with a recording is but the names of its files and what a Parquet file of operators
+        says of its parts. Above decoding, time goes with operators and with windows of time as well as with
+        rows. "B/B": bytes of the operators table as Parquet per
         byte of samples. On {os.cpu_count()} cores of
         {_processor()}, polars {pl.__version__},
         load average {os.getloadavg()[0]:.0f}."""
