@@ -5,6 +5,10 @@ from __future__ import annotations
 import ctypes
 import io
 import mmap
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -311,9 +315,12 @@ def test_beyond_its_budget_an_agent_makes_bins_wider_and_says_so(
 def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_path: Path) -> None:
     said: list[str] = []
     away: list[str] = []
+    asked: list[int] = []
+    now_ns = 0
 
     class Link:
         def send(self, content: bytes, oldest: int, sent_ns: int) -> dict[str, object]:
+            asked.append(sent_ns)
             if away:
                 raise LinkError("cannot talk to the collector", away[0])
             return {"acked": {}, "again": False, "state": False, "peers": -1, "raw": []}
@@ -323,7 +330,7 @@ def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_p
         Spool(tmp_path / "spool", 10**6, 10**6),
         FlightRecorder(tmp_path / "raw", 3.0, 10**6),
         AMPLE,
-        lambda: 0,
+        lambda: now_ns,
         CollectorRegistry(),
         said.append,
     )
@@ -333,7 +340,13 @@ def test_an_agent_says_once_that_its_collector_is_away_and_when_it_is_back(tmp_p
         seen = frame(COVERAGE, node=["a"], first_ns=[0], last_ns=[(second + 1) * S], lost=[0])
         one.replace("coverage", seen)
         assert one.measure()
+        now_ns = second * S
         assert one.send() is not bool(away)
+        # One that refuses is not asked over and over.
+        times = len(asked)
+        now_ns += S // 20
+        assert one.send() is not bool(away)
+        assert len(asked) == times
     assert said == [
         "cannot talk to the collector: refused",
         "cannot talk to the collector: hung up",
@@ -376,3 +389,29 @@ def test_what_was_changed_in_memory_is_not_given_back(tmp_path: Path) -> None:
     spare.give_back()
     spare.give_back()
     assert mapped[:6] == b"newold"
+
+
+JOINED = """
+from pulse_bpf.live.memory import keep_tables_in_memory
+{settle}
+import polars as pl
+frame = pl.DataFrame({{"key": range(5_000_000)}}).lazy()
+joined = frame.join(frame.filter(pl.col("key") % 5 == 0), on="key", how="semi")
+assert joined.collect(engine="streaming").height == 1_000_000
+"""
+
+
+@pytest.mark.parametrize(("settle", "spills"), [("", True), ("keep_tables_in_memory()", False)])
+def test_nothing_is_spilled_however_much_memory_polars_believes_to_use(
+    tmp_path: Path, settle: str, spills: bool
+) -> None:
+    """What it believes drifts: an agent was seen to spill with 19 GB of memory to spare."""
+    beliefs = {"POLARS_OOC_MEMORY_BUDGET_MB": "1", "POLARS_OOC_LOG_METRICS": "1"}
+    environment = os.environ | beliefs | {"POLARS_OOC_SPILL_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", JOINED.format(settle=settle)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    written_mb = sum(map(float, re.findall(r"file_mb\(written=([0-9.]+)", done.stderr)))
+    assert "spill_stats" in done.stderr
+    assert (written_mb > 0) == spills

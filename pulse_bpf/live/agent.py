@@ -22,6 +22,8 @@ from pulse_bpf.live.status import Json
 
 # How often it is asked for news of other nodes, at most; and how long an agent waits at its start until there are none.
 PEERS_EVERY_NS, GREETING_NS = 1_000_000_000, 10_000_000_000
+# A collector that is away, or refuses, is tried again after so long.
+AGAIN_NS = 1_000_000_000
 # Bins are made twice as wide when a budget was exceeded over so many steps in a row, at most so many times.
 PATIENCE, WIDEST = 6, 64
 # Narrower again when for so many steps no more than this share of the budget was used.
@@ -90,7 +92,7 @@ class Agent:
         self._inbox: list[tuple[bool, str, pl.DataFrame]] = []
         self._began_ns, self._greeted = clock(), False
         self._use = _Use(time.process_time(), time.monotonic())
-        self._sent = -1
+        self._sent, self._again_ns = -1, 0
         self._peers_version, self._peers_ns = -1, 0
         self._peers: dict[str, pl.DataFrame] | None = None
         self._wants_state = False
@@ -152,6 +154,8 @@ class Agent:
 
     def send(self) -> bool:
         """Delivers what waits, as far as the budget allows; False when the collector cannot be reached."""
+        if self._clock() < self._again_ns:
+            return False
         try:
             while (entry := self._spool.after(self._sent)) is not None:
                 if entry.size > self._refilled():
@@ -166,7 +170,7 @@ class Agent:
                 self._learn(answer)
         except PulseError as error:
             # All that is not known to have arrived is sent again.
-            self._sent = -1
+            self._sent, self._again_ns = -1, self._clock() + AGAIN_NS
             self.metrics.send_failures.inc()
             self._say("the collector", str(error))
             return False

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pulse_bpf.arguments import address, at_least_one, seconds
 from pulse_bpf.errors import OK, UsageError
+from pulse_bpf.live.memory import keep_tables_in_memory
 
 if TYPE_CHECKING:
     from pulse_bpf.live.client import FlightLink
@@ -108,8 +109,7 @@ def _add_tls(parser: argparse.ArgumentParser, authority: str, needed: bool) -> N
 
 
 def _agent(arguments: argparse.Namespace) -> int:
-    # Read when polars is first imported. Tables of one node are small: more threads than one only wait for each other.
-    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    keep_tables_in_memory()
 
     from prometheus_client import CollectorRegistry
 
@@ -172,8 +172,7 @@ def _link(arguments: argparse.Namespace) -> FlightLink:
 
 
 def _collect(arguments: argparse.Namespace) -> int:
-    # Read when polars is first imported, also by the processes that judge: tables of a job are small.
-    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    keep_tables_in_memory()
 
     from prometheus_client import CollectorRegistry
 

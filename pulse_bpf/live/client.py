@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -116,6 +117,10 @@ class FlightLink:
             yield
         except (flight.FlightUnauthenticatedError, flight.FlightUnauthorizedError) as error:
             raise LinkError(what, "it does not let this client in", "See its list of clients") from error
+        except flight.FlightServerError as error:
+            raise LinkError(
+                f"the collector at {self._address} refuses this", _without_grpc(str(error))
+            ) from error
         except (pa.ArrowException, OSError, ValueError) as error:
             if isinstance(error, flight.FlightTimedOutError):
                 # What is between may have forgotten the connection, which TCP takes a quarter of an hour to notice.
@@ -126,8 +131,10 @@ class FlightLink:
 
 def _without_grpc(text: str) -> str:
     """The first line of an error, without what only gRPC's developers read."""
-    line = text.partition("\n")[0].partition(". gRPC client debug context")[0]
+    line = text.partition("\n")[0].partition(". gRPC client debug context")[0].partition(". Detail: ")[0]
     line = line.rpartition("with message: ")[2].rpartition("last error: ")[2]
+    # Of which of its addresses it tells last is chance.
+    line = re.sub(r"(UNKNOWN: )?ipv[46]:\S+:\d+: ", "", line)
     if any(each in line for each in _HUNG_UP):
         return f"{line.strip()}, as where it is shown no certificate, or one that is expired or signed by another"
     return line

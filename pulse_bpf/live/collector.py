@@ -27,6 +27,8 @@ from pulse_bpf.schema import TABLES
 BEHIND_NS = 2_000_000_000
 # A job of which nothing was heard for so long is over.
 OVER_NS = 600_000_000_000
+# One all of whose processes are gone is over after so long: what ended it is found meanwhile.
+GONE_NS = 10_000_000_000
 # Operators stay in memory for longer than they are judged: agents are not all equally far. Where they are few they may
 # have to be judged with those before them.
 HELD_NS, SPARSE_NS = judging.WINDOW_NS + 2 * BEHIND_NS, judging.LONGEST_NS + 2 * BEHIND_NS
@@ -175,7 +177,7 @@ class Collector:
         now_ns = self.now_ns()
         with self._lock:
             job = self._jobs.get(case.job, jobs.Job(case.members))
-            job.judgement, job.until_ns, job.skew_ns, job.busy = judgement, case.until_ns, case.skew_ns, False
+            job.judgement, job.until_ns, job.busy = judgement, case.until_ns, False
             events = self.log.update(case.job, judgement.findings, now_ns, seen) if seen else []
         for event in events:
             self.metrics.event(event["state"])
@@ -193,11 +195,14 @@ class Collector:
 
     @property
     def lag_ns(self) -> int:
-        """How old the newest operators are that were judged, of the job that has waited longest."""
+        """How much time of its operators waits to be judged, of the job of which that is most."""
         with self._lock:
-            now_ns, at = self.now_ns(), self._by_node()
-            lags = (job.lag_ns(_distinct(at, job.nodes), now_ns) for job in self._jobs.values())
-            return max((lag for lag in lags if lag is not None), default=0)
+            at = self._by_node()
+            return max((self._lag_ns(job, at) for job in self._jobs.values()), default=0)
+
+    def _lag_ns(self, job: jobs.Job, at: Mapping[str, list[View]]) -> int:
+        _, until_ns, _ = self._there(_distinct(at, job.nodes))
+        return max(0, until_ns - job.until_ns) if job.until_ns else 0
 
     def status(self) -> Json:
         """The status document."""
@@ -207,8 +212,9 @@ class Collector:
             described, at = [], self._by_node()
             for name, job in sorted(self._jobs.items()):
                 nodes = [self._node(node, at.get(node, []), now_ns) for node in sorted(job.nodes)]
-                lag_ns = job.lag_ns(_distinct(at, job.nodes), now_ns)
-                described.append(of_job(name, job.judgement, nodes, self.log.open(name), lag_ns))
+                described.append(
+                    of_job(name, job.judgement, nodes, self.log.open(name), self._lag_ns(job, at))
+                )
             return document(now_ns, described)
 
     def peers(self, agent: str) -> dict[str, pl.DataFrame]:
@@ -292,37 +298,38 @@ class Collector:
 
     def _case(self, name: str, job: jobs.Job, views: Sequence[View]) -> judging.Case | None:
         """What is to be judged of a job now; None when nothing new can be."""
-        with self._lock:
-            nodes, now_ns = job.nodes, self.now_ns()
-            heard = [view for view in views if view.spool and now_ns - view.seen_ns < MISSING_NS]
-            if not heard:
-                return None
-            skew_ns = int(median(view.skew_ns for view in heard))
+        there, until_ns, skew_ns = self._there(views)
+        if not there or until_ns <= job.until_ns:
+            return None
+        absent = job.nodes - {node for view in there for node in view.nodes}
+        longest_ns = judging.LONGEST_NS if all(view.sparse for view in there) else judging.WINDOW_NS
+        copies = [view.since(until_ns - longest_ns - judging.shift_ns(view, skew_ns)) for view in there]
+        return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent), longest_ns)
 
-            def reached(view: View) -> int:
-                return view.until_ns + judging.shift_ns(view, skew_ns)
+    def _there(self, views: Sequence[View]) -> tuple[list[View], int, int]:
+        """The agents of a job that are heard and about equally far, to when all of these are, on a clock of so much
+        behind ours."""
+        now_ns = self.now_ns()
+        heard = [view for view in views if view.spool and now_ns - view.seen_ns < MISSING_NS]
+        if not heard:
+            return [], 0, 0
+        skew_ns = int(median(view.skew_ns for view in heard))
 
-            front_ns = max(reached(view) for view in heard)
-            there = [
-                view
-                for view in heard
-                if view.knows_state
-                and front_ns - reached(view) < BEHIND_NS
-                and front_ns - view.since_ns - judging.shift_ns(view, skew_ns) >= judging.YOUNG_NS
-            ]
-            if not there:
-                return None
-            # Just after a start, those that are not there may be about to come.
-            if len(there) < len(views) and now_ns - self._began_ns < MISSING_NS:
-                return None
-            until_ns = min(reached(view) for view in there)
-            if until_ns <= job.until_ns:
-                return None
-            job.heard_ns = now_ns
-            absent = nodes - {node for view in there for node in view.nodes}
-            longest_ns = judging.LONGEST_NS if all(view.sparse for view in there) else judging.WINDOW_NS
-            copies = [view.since(until_ns - longest_ns - judging.shift_ns(view, skew_ns)) for view in there]
-            return judging.Case(name, job.members, copies, until_ns, skew_ns, frozenset(absent), longest_ns)
+        def reached(view: View) -> int:
+            return view.until_ns + judging.shift_ns(view, skew_ns)
+
+        front_ns = max(reached(view) for view in heard)
+        there = [
+            view
+            for view in heard
+            if view.knows_state
+            and front_ns - reached(view) < BEHIND_NS
+            and front_ns - view.since_ns - judging.shift_ns(view, skew_ns) >= judging.YOUNG_NS
+        ]
+        # Just after a start, those that are not there may be about to come.
+        if len(there) < len(views) and now_ns - self._began_ns < MISSING_NS:
+            return [], 0, 0
+        return there, min(map(reached, there), default=0), skew_ns
 
     def _ask(self, event: Event, case: judging.Case) -> None:
         """Asks agents for their raw samples around a finding that has just opened."""
@@ -346,23 +353,32 @@ class Collector:
         with self._lock:
             now_ns, at = self.now_ns(), self._by_node()
             for name, job in list(self._jobs.items()):
-                job.heard_ns = job.heard_ns or now_ns
-                views = _distinct(at, job.nodes)
-                gone = pl.concat(
-                    [
-                        wire.NONE["processes"],
-                        *(view.state["processes"] for view in views if view.knows_state),
-                    ]
-                ).join(job.members.select("node", "pid").unique(), on=["node", "pid"], how="semi")
-                ended = gone.height > 0 and gone["gone_ns"].null_count() == 0
                 if job.busy:
                     continue
-                silent_ns = now_ns - max([job.heard_ns, *(view.seen_ns for view in views)])
-                if silent_ns > OVER_NS or (ended and now_ns - job.heard_ns > judging.WINDOW_NS):
+                if self._runs(job, _distinct(at, job.nodes), now_ns):
+                    job.gone_ns = None
+                    continue
+                job.gone_ns = now_ns if job.gone_ns is None else job.gone_ns
+                if now_ns - job.gone_ns > GONE_NS:
                     events += self.log.end(name, now_ns)
                     del self._jobs[name]
                     self._members = self._members.filter(pl.col("job") != name)
+            # What an earlier collector opened of a job that no agent speaks of since.
+            if now_ns - self._began_ns > OVER_NS:
+                for name in {event["job"] for event in self.log.open()} - self._jobs.keys():
+                    events += self.log.end(name, now_ns)
         return events
+
+    @staticmethod
+    def _runs(job: jobs.Job, views: Sequence[View], now_ns: int) -> bool:
+        """Whether a process of the job is there, by what its nodes last said, unless that is long ago.
+
+        What an agent that was started again does not name any more is gone as well.
+        """
+        heard = [view for view in views if view.knows_state and now_ns - view.seen_ns <= OVER_NS]
+        known = pl.concat([wire.NONE["processes"], *(view.state["processes"] for view in heard)])
+        running = known.filter(pl.col("gone_ns").is_null())
+        return not job.members.join(running, on=["node", "pid"], how="semi").is_empty()
 
     def _by_node(self) -> dict[str, list[View]]:
         """The agents that speak for each node."""

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import polars as pl
 
 from pulse_bpf.live.status import Judgement
-from pulse_bpf.live.view import MISSING_NS, View
 from pulse_bpf.schema import I64, STR
 
 PROCESS = ["node", "pid"]
@@ -18,24 +16,18 @@ MEMBERS = pl.Schema({"node": STR, "pid": I64, "comm_id": STR, "job": STR})
 
 @dataclass
 class Job:
-    """A job: its `members` (MEMBERS), and what was judged of it up to `until_ns`, on a clock `skew_ns` behind ours.
+    """A job: its `members` (MEMBERS), and what was judged of it up to `until_ns`.
 
-    `taken_ns` is when that began, `busy` while it goes on; `heard_ns` when there was something new to judge.
+    `taken_ns` is when that began, `busy` while it goes on; `gone_ns` since when none of its processes is there.
     """
 
     members: pl.DataFrame
     nodes: frozenset[str] = frozenset()
     judgement: Judgement = field(default_factory=Judgement)
     until_ns: int = 0
-    skew_ns: int = 0
-    heard_ns: int = 0
     taken_ns: int = 0
+    gone_ns: int | None = None
     busy: bool = False
-
-    def lag_ns(self, views: Collection[View], now_ns: int) -> int | None:
-        """How old the newest operators are that were judged; None where nothing was, or none of its agents is heard."""
-        heard = any(view.spool and now_ns - view.seen_ns < MISSING_NS for view in views)
-        return now_ns - self.until_ns - self.skew_ns if self.until_ns and heard else None
 
 
 def members(comms: pl.DataFrame, processes: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:

@@ -10,6 +10,17 @@ from pathlib import Path
 _MADV_DONTNEED = 4
 
 
+def keep_tables_in_memory() -> None:
+    """Before polars is first imported, also by processes that this one starts: one thread, and no disk.
+
+    Tables of a node, or of a job, are small: more threads than one only wait for each other. What polars takes for
+    memory in use drifts while threads come and go (its issue 29430): a process that runs for long spills to /var/tmp
+    though there is room, and what it computes fails where that is not to be written to.
+    """
+    os.environ.setdefault("POLARS_MAX_THREADS", "1")
+    os.environ.setdefault("POLARS_OOC_SPILL_MIN_BYTES", str(2**60))
+
+
 def resident_bytes(statm: Path = Path("/proc/self/statm")) -> int:
     """The memory that a process holds now, with the code of its libraries."""
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -100,7 +100,7 @@ class CollectorMetrics:
             "pulse_collector_verdict_seconds", "How long a verdict on a job takes", registry=registry
         )
         self.lag = gauge(
-            "lag_seconds", "Age of the newest operators that were judged, of the job that waited longest"
+            "lag_seconds", "Time of operators that waits to be judged, of the job that waits longest"
         )
         self.evidence_kept = counter("evidence_kept", "Recordings of raw samples kept for findings")
         self.evidence_failed = counter("evidence_failed", "Agents that gave no raw samples for a finding")

@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
 from rich.console import Console
 
-from pulse_bpf import privileges
+from pulse_bpf import check_policy, privileges
 from pulse_bpf.errors import HostError, PulseError
 from pulse_bpf.hosts import Host
 from pulse_bpf.live.agent import Agent
@@ -75,6 +76,10 @@ def run_agent(hosts: Sequence[Host], wanted: Wanted, agent: Agent, console: Cons
     def tell(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    # Without this one it would wait for ever for processes that it cannot see; what else is missing, attaching tells.
+    seen = check_policy.capabilities(Path("/"), True)
+    if seen.state == "fail":
+        raise HostError("this agent cannot see other users' processes", seen.found, seen.advice)
     with stop_on_signals() as stop, ExitStack() as cleanup:
         recording = Recording(hosts, wanted, True, False, agent, cleanup)
         privileges.drop()

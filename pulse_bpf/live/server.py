@@ -148,7 +148,6 @@ class _Refusing:
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, DataError):
             self._collector.metrics.reject("malformed")
-            raise pa.ArrowInvalid(str(error)) from None
         if isinstance(error, PulseError):
             raise flight.FlightServerError(str(error)) from None
 
@@ -191,7 +190,7 @@ def _joined(reader: Any) -> bytes:
 def _object(text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text or b"null")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError("a message is refused", "it is no JSON") from error
     if not isinstance(content, dict):
         raise DataError("a message is refused", "it is no JSON object")

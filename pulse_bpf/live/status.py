@@ -56,11 +56,11 @@ def of_job(
     judgement: Judgement,
     nodes: Sequence[Node],
     opened: Sequence[Mapping[str, Any]],
-    lag_ns: int | None,
+    lag_ns: int,
 ) -> Json:
     """One job of the document; `opened` are the findings that are open, as findings_log has them.
 
-    `lag_ns` is how old the newest operators are that the verdict rests on; None where there are no new ones.
+    `lag_ns` is how much time of the job's operators waits to be judged.
     """
     return {
         "job": job,

@@ -46,7 +46,7 @@ def job_text(job: Mapping[str, Any], now_ns: int, columns: int) -> Text:
     ]
     lines += [line for event in job["open"] for line in _finding(event, now_ns)]
     lines += _curves(job["curves"], columns)
-    if (job["lag_ns"] or 0) > LATE_NS:
+    if job["lag_ns"] > LATE_NS:
         lines.append(
             Text(
                 f"This is how it was {_age(job['lag_ns'])} ago: the collector has too much to judge", "yellow"

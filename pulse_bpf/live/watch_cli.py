@@ -18,6 +18,7 @@ from rich.table import Table
 
 from pulse_bpf.arguments import address, seconds
 from pulse_bpf.errors import OK, AttachError, PulseError, UsageError
+from pulse_bpf.live.memory import keep_tables_in_memory
 from pulse_bpf.output import PIPED_COLUMNS, write
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def _watch(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _this_node(arguments: argparse.Namespace) -> Iterator[Ask]:
     """What answers for this node, which is recorded meanwhile."""
+    keep_tables_in_memory()
     from pulse_bpf.hosts import read_hosts, this_host
     from pulse_bpf.live.local import watching
     from pulse_bpf.watch import Selection
@@ -124,7 +126,10 @@ def _check_alive(pids: Collection[int]) -> None:
 def _show(ask: Ask, source: str, arguments: argparse.Namespace) -> None:
     """One look, lines, or a screen that stays until q is pressed."""
     if arguments.once:
-        write(*(_lines(Changes().of(ask())) if arguments.json else _page(ask())))
+        lines = [*(_lines(Changes().of(ask())) if arguments.json else _page(ask()))]
+        # Each finding is a line: nothing is none.
+        if lines:
+            write(*lines)
     elif arguments.json:
         _follow(ask, arguments.every)
     else:
