@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -149,3 +151,18 @@ def test_an_address_that_is_not_here_is_named(tmp_path: Path, capsys: pytest.Cap
         ):
             pass
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.root
+def test_an_agent_that_cannot_see_other_users_processes_says_so(files: Path) -> None:
+    """It would else wait for ever for processes to appear."""
+    pulse = [sys.executable, "-m", "pulse_bpf", *agent(files)]
+    done = subprocess.run(
+        ["setpriv", "--bounding-set=-all", "--inh-caps=-all", *pulse],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == HOST, done.stderr
+    assert "cannot see other users' processes: missing" in done.stderr
+    assert "CAP_SYS_PTRACE" in done.stderr
