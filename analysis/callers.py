@@ -42,6 +42,7 @@ class Callers:
         self._comms = known.select("node", "comm_id").unique()
         self._held = pl.DataFrame(schema=_HELD)
         self._last = np.zeros(0, np.int64)
+        self._members, self._comm = np.zeros(0, np.int64), np.zeros(1, np.int64)
         self._shifts = np.zeros((0, 1), np.int64)
         # When each made its EARLY first calls, and before when none of its operators is unlisted.
         self.early_ns = np.zeros((0, EARLY), np.int64)

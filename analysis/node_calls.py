@@ -43,7 +43,7 @@ def match_calls(
     A call is not `complete` while another process may still make it, whose `last` step lies before. `others_ns` is
     lowered to the first call of others that a process has not made.
     """
-    longest = max((end - begin).max(), 1)
+    longest = max((end - begin).max(), 1) if len(begin) else 1
     here, there, apart_ns = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest)
     fitting, median_ns = np.empty(len(SHIFTS), np.int64), np.empty(len(SHIFTS))
     for first in range(len(comm) - 1):
