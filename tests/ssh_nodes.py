@@ -101,6 +101,9 @@ def cluster(
         "  LogLevel ERROR",
         "  HostName 127.0.0.1",
     ]
+    # Without what the shell of whoever runs the tests does at a login, which may wait for others that log in.
+    home = directory / "home"
+    home.mkdir()
     found = Cluster(config)
     try:
         for name in names:
@@ -119,7 +122,7 @@ def cluster(
                 "StrictModes": "no",
                 "PasswordAuthentication": "no",
                 "MaxStartups": "100",
-                "SetEnv": f"PATH={bin_directory}:/usr/local/bin:/usr/bin:/bin TMPDIR={tmp}",
+                "SetEnv": f"PATH={bin_directory}:/usr/local/bin:/usr/bin:/bin TMPDIR={tmp} HOME={home}",
             }
             file = directory / f"sshd_config-{name}"
             file.write_text("".join(f"{option} {value}\n" for option, value in options.items()))

@@ -23,8 +23,6 @@ from pulse_bpf.store import explained
 
 # How often a node's clock is asked: the quickest answer tells most.
 CLOCK_ASKED = 3
-# A connection that stands starts its agent within this, also on a busy node.
-STARTS_WITHIN_S = 5.0
 # What one node may send in a step.
 MOST_BYTES = 4 << 30
 # Of what login scripts and programs print, the end is kept, to say why a node failed.
@@ -159,17 +157,13 @@ class Sessions:
     def finish(self, seconds: float) -> list[Node]:
         """Has all agents end, and waits for that so long; those that have not said so by then.
 
-        A node that nothing has been heard of may just be starting its agent, and gets a part of that time to say so.
+        A node that nothing has been heard of, and nothing is wrong with, may just be starting its agent.
         """
         self._connections.finish([*self.nodes])
-        begin = time.monotonic()
-        while (waited := time.monotonic() - begin) < seconds:
-            patient = waited < min(seconds, STARTS_WITHIN_S)
-            if not any(
-                node.ended is None and (node.begun or (patient and node.reason is None))
-                for node in self.nodes.values()
-            ):
-                break
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(
+            node.ended is None and (node.begun or node.reason is None) for node in self.nodes.values()
+        ):
             self._pump(0.25)
         return [node for node in self.nodes.values() if node.begun and node.ended is None]
 
