@@ -324,7 +324,7 @@ class Collector:
             for view in heard
             if view.knows_state
             and front_ns - reached(view) < BEHIND_NS
-            and front_ns - view.since_ns - judging.shift_ns(view, skew_ns) >= judging.YOUNG_NS
+            and front_ns - view.since_ns - judging.shift_ns(view, skew_ns) >= judging.WINDOW_NS
         ]
         # Just after a start, those that are not there may be about to come.
         if len(there) < len(views) and now_ns - self._began_ns < MISSING_NS:

@@ -18,10 +18,10 @@ from pulse_bpf.live.view import SKEWED_NS, View
 from pulse_bpf.live.wire import NONE, SCHEMAS
 from pulse_bpf.schema import TABLES, empty
 
-# So much of the past is judged at once, twice as much and so on where that holds too few operators for a verdict;
-# less than YOUNG_NS of an agent is no ground to compare it with others.
+# So much of the past is judged at once, twice as much and so on where that holds too few operators for a verdict.
+# Less than a window of an agent is no ground to compare it with others: work that is unequal by chance was taken for a
+# slow machine in the first three seconds of two of 190 jobs.
 WINDOW_NS, LONGEST_NS = 4_000_000_000, 32_000_000_000
-YOUNG_NS = 1_000_000_000
 _PROCESS = ["node", "pid"]
 
 # The judgement on a case, and the nodes of which operators were seen.
