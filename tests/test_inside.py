@@ -113,13 +113,20 @@ def test_clear_to_sends_are_counted_for_the_operator_they_came_before_or_in() ->
         held = granted(
             held, wanted, group_of, np.array([0]), np.array([0, last - first]), t_ns[rows], ctl[rows]
         )
-    left = used(held, since_ns, np.array([0, 0]), whole)
+    left = used(held, since_ns, np.array([0, 0]), whole, np.array([NOTHING]))
     # What came before the first operator is not known to be its own.
     assert whole[:, BEFORE].tolist() == [NOTHING, 2]
     assert whole[:, DURING].tolist() == [3, 3]
     assert whole[:, MEAN].tolist() == [10 + 10 // 3, 40]
     assert left.t_ns.tolist() == [55]
     assert since_ns.tolist() == [50]
+
+
+def test_clear_to_sends_before_any_later_operator_become_one() -> None:
+    held = Grants(np.array([0, 3]), np.array([60, 61, 70]), np.array([1, 2, 4]))
+    nobody, nothing = np.zeros(0, np.int64), np.zeros((0, len(WHOLE)), np.int64)
+    left = used(held, np.array([50]), nobody, nothing, np.array([65]))
+    assert (left.t_ns.tolist(), left.number.tolist()) == ([61, 70], [3, 4])
 
 
 def test_clear_to_sends_of_groups_that_are_not_wanted_are_not_held() -> None:
