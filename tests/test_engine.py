@@ -86,6 +86,13 @@ def test_partitions_say_what_the_whole_says(name: str, kept: dict[str, list[Path
         _same(kept[name], engine)
 
 
+def test_partitions_say_whose_traffic_it_is_where_only_calls_tell(tmp_path: Path) -> None:
+    """Several communicators of the same ranks could use a queue pair: what each calls for tells which does."""
+    simulate("healthy-uneven", tmp_path / "rec", seed=1, nodes=4, gpus=4, seconds=0.3)
+    with Local() as engine:
+        _same([tmp_path / "rec"], engine)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_cluster_says_what_the_whole_says(name: str, kept: dict[str, list[Path]], dask: Dask) -> None:
     _same(kept[name], dask)

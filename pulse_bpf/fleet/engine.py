@@ -196,25 +196,26 @@ def carry(pieces: Sequence[Piece], start_ns: int) -> pl.DataFrame:
 
 def own(pieces: Sequence[Piece], carried: Sequence[pl.DataFrame], start_ns: int) -> pl.DataFrame:
     """Whose all queue pairs are (attribute.FLOWS), by the tables of the whole job and what `carry` gave of each."""
+    # Calls are read where they are asked for.
     with staged(pieces) as directories:
         recording = load(directories)
         kept = recording.kept("flows", attribute.FLOWS)
-    first = pl.concat([pl.DataFrame(schema=pl.Schema([*CARRIED.items(), ("wire", BOOL)])), *carried])
-    # Of nodes without samples nothing was carried.
-    silent = recording.lives.select("flow").join(first, on="flow", how="anti")
-    nothing = silent.join(pl.DataFrame({"tx": [False, True]}), how="cross").select(
-        "flow",
-        "tx",
-        pl.lit(-1).alias("slot"),
-        pl.lit(0).alias("total"),
-        pl.lit(0).alias("bin_ns"),
-        pl.lit(True).alias("control"),
-        sizes=pl.lit([], pl.List(pl.Int64)),
-        lengths=pl.lit([0] * len(SILENCES), pl.List(pl.Int64)),
-    )
-    bursts = from_table(pl.concat([first.drop("wire"), nothing.cast(pl.Schema(CARRIED))]), start_ns)
-    flows = attribute.flows(recording, attribute.Carried(bursts, bool(first["wire"].any())))
-    return pl.concat([kept, flows.filter(~pl.col("node").is_in(kept["node"].unique().implode()))])
+        first = pl.concat([pl.DataFrame(schema=pl.Schema([*CARRIED.items(), ("wire", BOOL)])), *carried])
+        # Of nodes without samples nothing was carried.
+        silent = recording.lives.select("flow").join(first, on="flow", how="anti")
+        nothing = silent.join(pl.DataFrame({"tx": [False, True]}), how="cross").select(
+            "flow",
+            "tx",
+            pl.lit(-1).alias("slot"),
+            pl.lit(0).alias("total"),
+            pl.lit(0).alias("bin_ns"),
+            pl.lit(True).alias("control"),
+            sizes=pl.lit([], pl.List(pl.Int64)),
+            lengths=pl.lit([0] * len(SILENCES), pl.List(pl.Int64)),
+        )
+        bursts = from_table(pl.concat([first.drop("wire"), nothing.cast(pl.Schema(CARRIED))]), start_ns)
+        flows = attribute.flows(recording, attribute.Carried(bursts, bool(first["wire"].any())))
+        return pl.concat([kept, flows.filter(~pl.col("node").is_in(kept["node"].unique().implode()))])
 
 
 def cut(pieces: Sequence[Piece], flows: pl.DataFrame) -> Cut:
@@ -238,9 +239,10 @@ def concluded(
     """The verdict on a job, by its tables but the samples, of which some files are `damaged`, and its operators."""
     with staged(pieces) as directories:
         recording = load(directories)
-    damaged = [*damaged, *_named(recording.damaged, directories, pieces), *whole.damaged]
-    job = Recording(recording.tables, recording.manifests, list(dict.fromkeys(damaged)))
-    return analysis.conclude(job, whole.operators, flows, window)
+        damaged = [*damaged, *_named(recording.damaged, directories, pieces), *whole.damaged]
+        job = Recording(recording.tables, recording.manifests, list(dict.fromkeys(damaged)))
+        job.calls = recording.calls
+        return analysis.conclude(job, whole.operators, flows, window)
 
 
 def _named(damaged: Sequence[str], directories: Sequence[object], pieces: Sequence[Piece]) -> list[str]:
