@@ -123,8 +123,11 @@ def test_what_is_malformed_is_refused_and_the_collector_goes_on(
         other = wire.packed(pa.record_batch({"a": [1]}))
         with pytest.raises(LinkError, match="not those of an envelope"):
             link.send(other, 0, NOW_NS)
-        with pytest.raises(LinkError, match="does not say when it was sent"):
-            link.send(step("node0"), 0, None)  # type: ignore[arg-type]
+        for oldest, sent_ns in ((0, None), (-1, NOW_NS), (0, 2**70)):
+            with pytest.raises(LinkError, match="does not say when it was sent"):
+                link.send(step("node0"), oldest, sent_ns)  # type: ignore[arg-type]
+        with pytest.raises(flight.FlightServerError, match=r"it is no JSON\. Detail: Failed$"):
+            list(link._client.do_action(flight.Action("raw-done", b"[" * 100_000), link._options))
         with pytest.raises(LinkError, match="no such destination"):
             put(link, "step", "..", "..")
         with pytest.raises(LinkError, match="no such action"):

@@ -51,6 +51,7 @@ def test_a_step_without_news_is_a_step() -> None:
         ("table", "../../etc/passwd", "do not belong together"),
         ("raw_bytes", 2**40, "unpacks to more"),
         ("rows", 2**40, "unpacks to more"),
+        ("spool", "a" * 100, "too long"),
         ("rows", 2, "malformed"),
         ("raw_bytes", 10, "malformed"),
         ("data", b"no zstd", "malformed"),

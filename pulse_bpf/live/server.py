@@ -92,8 +92,8 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
     def _take_step(self, client: Client, reader: Any, writer: Any) -> None:
         chunk = reader.read_chunk()
         said = _object(chunk.app_metadata.to_pybytes() if chunk.app_metadata else b"")
-        oldest, sent_ns = said.get("oldest"), said.get("sent_ns")
-        if chunk.data is None or type(oldest) is not int or type(sent_ns) is not int:
+        oldest, sent_ns = _moment(said.get("oldest")), _moment(said.get("sent_ns"))
+        if chunk.data is None or oldest is None or sent_ns is None:
             raise DataError("a batch is refused", "it does not say when it was sent")
         step = wire.decode(chunk.data)
         answer = self._collector.accept(client.name, client.nodes, step, oldest, sent_ns)
@@ -195,3 +195,8 @@ def _object(text: bytes) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError("a message is refused", "it is no JSON object")
     return content
+
+
+def _moment(said: object) -> int | None:
+    """A number that may be one of a step or a moment."""
+    return said if type(said) is int and 0 <= said < 2**63 else None

@@ -29,6 +29,8 @@ SCHEMAS: dict[str, pl.Schema] = {
     "flows": FLOWS,
     **{table: TABLES[table] for table in (*STATE, *NEWS) if table in TABLES},
 }
+# An agent's spools are remembered by their names, and named in each answer.
+MOST_NAME = 64
 # Made once: a frame of so many columns takes longer to make than to fill.
 NONE = {table: pl.DataFrame(schema=schema) for table, schema in SCHEMAS.items()}
 
@@ -92,6 +94,8 @@ def decode(batch: pa.RecordBatch) -> Step:
     if sum(row["raw_bytes"] for row in rows) > MOST_RAW_BYTES or sum(row["rows"] for row in rows) > MOST_ROWS:
         raise DataError("a batch is refused", "it unpacks to more than a batch may hold")
     spool, sequence, until_ns = heads.pop()
+    if len(spool) > MOST_NAME:
+        raise DataError("a batch is refused", "the name of its spool is too long")
     tables = {row["table"]: _table(row) for row in rows if row["table"]}
     return Step(spool, sequence, until_ns, tables)
 
