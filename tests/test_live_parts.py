@@ -23,9 +23,10 @@ from prometheus_client import CollectorRegistry
 
 from pulse_bpf import analysis
 from pulse_bpf.analysis.load import load
+from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.errors import DataError, HostError
 from pulse_bpf.lab.sim.simulate import simulate
-from pulse_bpf.live import agent, judging, wire
+from pulse_bpf.live import agent, judging, status, wire
 from pulse_bpf.live.agent import Agent, Budget
 from pulse_bpf.live.jobs import MEMBERS, members
 from pulse_bpf.live.memory import Spare
@@ -207,6 +208,31 @@ def test_of_slow_jobs_more_of_the_past_is_judged(
     judging.judge(judging.Case("job", known, views, 60 * S, 0, frozenset(), judging.LONGEST_NS))
     assert seen[0]["call_ns"].min() >= (60 - judged_s) * S
     assert seen[0]["call_ns"].min() < (60 - judged_s + every_s) * S
+
+
+def test_the_curve_of_a_link_is_what_its_one_end_sends_to_the_other() -> None:
+    """Each node of three sends twice to each other, and the link from a to b is slow; b sends more than a."""
+    ends = [(one, two) for one in "abc" for two in "abc" if one != two for _ in range(2)]
+    slow = [ends_of == ("a", "b") for ends_of in ends]
+    operators = frame(
+        OPERATORS,
+        node=[one for one, _ in ends],
+        peer_node=[two for _, two in ends],
+        nic=["mlx5_0" for _ in ends],
+        peer_nic=["mlx5_0" for _ in ends],
+        comm_id=["c" for _ in ends],
+        level=["flow" for _ in ends],
+        direction=["tx" for _ in ends],
+        bytes=[200 if one == "b" else 100 for one, _ in ends],
+        burst_gbps=[2.0 if is_slow else 10.0 for is_slow in slow],
+        last_byte_ns=[10 * S - 1 for _ in ends],
+    )
+    ports = {"nic": "mlx5_0", "peer_node": "b", "peer_nic": "mlx5_0", "nodes": ["a", "b"]}
+    shown = status.curves(operators, {"scope": "link", "node": "a", **ports}, 10 * S)
+    assert [(curve["role"], curve["label"], curve["gbps"][-1]) for curve in shown] == [
+        ("suspect", "a mlx5_0", 2.0),
+        ("twin", "c mlx5_0", 10.0),
+    ]
 
 
 def test_many_operators_are_held_no_longer_than_they_are_judged() -> None:

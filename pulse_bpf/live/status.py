@@ -105,23 +105,24 @@ def judged(found: Findings, operators: pl.DataFrame, present: float, least: floa
 def curves(operators: pl.DataFrame, finding: Mapping[str, Any], until_ns: int) -> list[Json]:
     """How fast the suspect of `finding` sent while it sent, and TWINS other ports of the same communicators: GBit/s.
 
-    Of each of the BINS of BIN_NS before `until_ns` the mean of burst_gbps by bytes, 0 where no operator ended. Averages
-    over whole operators would be equal on all ranks, as those wait for the slowest.
+    Of a link the suspect is what its one end sends to the other. Of each of the BINS of BIN_NS before `until_ns` the
+    mean of burst_gbps by bytes, 0 where no operator ended. Averages over whole operators would be equal on all ranks,
+    as those wait for the slowest.
     """
     sent = operators.filter(
         pl.col("level") == "flow", pl.col("direction") == "tx", pl.col("burst_gbps").is_not_null()
     ).with_columns(bin=BINS - 1 - (until_ns - pl.col("last_byte_ns")) // BIN_NS)
     sent = sent.filter(pl.col("bin").is_between(0, BINS - 1))
     named = finding.get("nodes") or [finding.get("node")]
-    is_suspect = pl.col("node").is_in(named)
-    if finding.get("nic"):
-        is_suspect &= pl.col("nic") == finding["nic"]
-    own = sent.filter(is_suspect)
+    own = sent.filter(pl.col("node").is_in(named if finding["scope"] != "link" else [finding["node"]]))
+    for column in ("nic", "peer_node", "peer_nic"):
+        if finding.get(column):
+            own = own.filter(pl.col(column) == finding[column])
     others = sent.filter(
         ~pl.col("node").is_in(named), pl.col("comm_id").is_in(own["comm_id"].unique().implode())
     )
     chosen = [
-        (role, *place)
+        (role, frame, *place)
         for role, frame, count in (("suspect", own, 1), ("twin", others, TWINS))
         for place in _busiest(frame, count)
     ]
@@ -130,9 +131,9 @@ def curves(operators: pl.DataFrame, finding: Mapping[str, Any], until_ns: int) -
             "role": role,
             "label": f"{node} {nic}",
             "bin_ns": BIN_NS,
-            "gbps": _binned(sent.filter(pl.col("node") == node, pl.col("nic") == nic)),
+            "gbps": _binned(frame.filter(pl.col("node") == node, pl.col("nic") == nic)),
         }
-        for role, node, nic in chosen
+        for role, frame, node, nic in chosen
     ]
 
 
