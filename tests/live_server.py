@@ -26,12 +26,13 @@ def pem(certificate: trustme.LeafCert) -> bytes:
 
 @dataclass
 class Served:
-    """The server's `port`, its `collector`, the list that it reads, and who signs certificates."""
+    """The server's `port`, its `collector`, the list that it reads, who signs certificates, and what it told."""
 
     collector: Collector
     port: int
     allow: Path
     authority: trustme.CA = field(repr=False)
+    told: list[str] = field(default_factory=list)
 
     def certificate(self, name: str, expired: bool = False) -> trustme.LeafCert:
         now = datetime.datetime.now(datetime.timezone.utc)
@@ -68,6 +69,7 @@ def served(
         None if tokens else authority.cert_pem.bytes(),
         AllowList(allow),
         Tokens(tokens) if tokens else None,
+        there.told.append,
     )
     there.port = server.port
     thread = threading.Thread(target=server.serve, daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import trustme
 from live_server import Served, pem, served
 
 from pulse_bpf.errors import UsageError
+from pulse_bpf.live import server as live_server
 from pulse_bpf.live import wire
 from pulse_bpf.live.client import FlightLink
 from pulse_bpf.live.security import AllowList, LinkError, Tokens
@@ -95,6 +97,34 @@ def test_a_name_that_is_taken_off_the_list_is_refused_at_once_and_while_connecte
             there.allow.write_text(unreadable) if unreadable else there.allow.unlink()
             with pytest.raises(LinkError, match="does not let this client in"):
                 link.send(step("node0", 2), 0, NOW_NS)
+
+
+def test_the_collector_says_whom_it_refused_and_why_but_not_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(tmp_path, "node0 agent\nadmin viewer\n") as there:
+
+        def refused(name: str, node: str) -> None:
+            with pytest.raises(LinkError):
+                there.link(name).send(step(node), 0, NOW_NS)
+
+        for name, node in (("node1", "node1"), ("admin", "node0"), ("node0", "node2"), ("node1", "node1")):
+            refused(name, node)
+        who, what = zip(*(text.split(": ", 1) for text in there.told), strict=True)
+        assert [re.sub(r"127\.0\.0\.1|\[::1\]", "HERE", text) for text in who] == [
+            "refused 'node1' at HERE",
+            "refused 'admin' at HERE",
+            "refused 'node0' at HERE",
+        ]
+        assert what[:2] == ("this client is not on the collector's list", "a viewer may not do that")
+        assert "node0 may not speak for 'node2'" in what[2]
+        # Of so many at most, and again where it is long ago.
+        monkeypatch.setattr(live_server, "MOST_TOLD", 3)
+        refused("node3", "node3")
+        assert len(there.told) == 3
+        monkeypatch.setattr(live_server, "TELL_AGAIN_S", 0.0)
+        refused("node3", "node3")
+        assert "'node3'" in there.told[3]
 
 
 def test_a_viewer_reads_the_status_and_no_more(tmp_path: Path) -> None:
@@ -181,6 +211,9 @@ def test_tokens_in_place_of_certificates(tmp_path: Path) -> None:
         # A wrong one, none, and one whose name is not listed.
         for token in ("0123456#89abcdee", "0123456", None, "fedcba9876543210"):
             assert_shut_out(there, link(token))
+        nobody, unlisted = there.told
+        assert nobody == "refused a client: no valid token"
+        assert unlisted.startswith("refused 'node1' at ")
 
 
 def test_a_collector_with_a_certificate_of_another_or_an_expired_one_is_told_nothing(tmp_path: Path) -> None:

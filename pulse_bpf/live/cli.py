@@ -195,7 +195,7 @@ def _collect(arguments: argparse.Namespace) -> int:
         cleanup.enter_context(claimed(arguments.state, "collector"))
         collector = Collector(arguments.state, steady_clock(), registry)
         host, port = arguments.listen
-        server = Server(collector, host, port, cert, key, ca, allowed, tokens)
+        server = Server(collector, host, port, cert, key, ca, allowed, tokens, _tell)
         hooks = _webhooks(arguments, collector.metrics, collector.log.open())
         for hook in hooks:
             cleanup.callback(hook.close, 5.0)

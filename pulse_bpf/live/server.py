@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.flight as flight
@@ -19,12 +21,15 @@ from pulse_bpf.live.security import AllowList, Client, Role, Tokens
 # A file of raw samples comes in pieces, of which there are so many at most.
 RAW = pa.schema([pa.field("content", pa.binary(), nullable=False)])
 RAW_PIECE_BYTES, MOST_PIECES = 1024 * 1024, 512
+# The same refusal is told once in so long, as a refused agent tries again every second; and of so many at most.
+TELL_AGAIN_S, MOST_TOLD = 600.0, 1000
 
 
 class Server(flight.FlightServerBase):  # type: ignore[misc]
     """Answers clients that are on the `allowed` list, known by their certificate, or by one of the `tokens`.
 
     `certificate` and `key` are the server's, `authority` that of clients' certificates (None with tokens), all PEM.
+    Whom it refuses, and why, it `tell`s.
     HostError when it cannot listen on `host` and `port` (0: any that is free), or another does.
     """
 
@@ -38,8 +43,10 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         authority: bytes | None,
         allowed: AllowList,
         tokens: Tokens | None,
+        tell: Callable[[str], None],
     ) -> None:
         self._collector, self._allowed, self._tokens = collector, allowed, tokens
+        self._refused = _Refused(collector, tell)
         _check_free(host, port)
         # What it writes to the terminal by itself, an admin cannot read.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -49,7 +56,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
                 tls_certificates=[(certificate, key)],
                 verify_client=tokens is None,
                 root_certificates=authority,
-                middleware={"token": _TokenFactory(tokens, collector)} if tokens else {},
+                middleware={"token": _TokenFactory(tokens, self._refused)} if tokens else {},
             )
         except pa.ArrowException as error:
             raise _deaf(host, port, str(error)) from error
@@ -58,7 +65,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
         """Takes a step of an agent (path: step), or a file of raw samples (path: raw, finding, node, name)."""
         client = self._admit(context, "agent")
         path = [part.decode(errors="replace") for part in descriptor.path or ()]
-        with self._refusing():
+        with _Refusing(self._refused, context, client):
             if path == ["step"]:
                 self._take_step(client, reader, writer)
             elif len(path) == 4 and path[0] == "raw":
@@ -74,7 +81,7 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             self._admit(context, "viewer", "agent")
             return iter([json.dumps(self._collector.status()).encode()])
         client = self._admit(context, "agent")
-        with self._refusing():
+        with _Refusing(self._refused, context, client):
             if action.type == "peers":
                 step = wire.Step("", 0, 0, self._collector.peers(client.name))
                 return iter([wire.packed(wire.encode(step))])
@@ -108,15 +115,14 @@ class Server(flight.FlightServerBase):  # type: ignore[misc]
             name = context.get_middleware("token").name
         client = self._allowed.client(name)
         if client is None:
-            self._collector.metrics.reject("not listed")
-            raise flight.FlightUnauthenticatedError("this client is not on the collector's list")
+            why = "this client is not on the collector's list"
+            self._refused("not listed", _who(name, context), why)
+            raise flight.FlightUnauthenticatedError(why)
         if client.role not in roles:
-            self._collector.metrics.reject("role")
-            raise flight.FlightUnauthorizedError(f"a {client.role} may not do that")
+            why = f"a {client.role} may not do that"
+            self._refused("role", _who(name, context), why)
+            raise flight.FlightUnauthorizedError(why)
         return client
-
-    def _refusing(self) -> _Refusing:
-        return _Refusing(self._collector)
 
 
 def _check_free(host: str, port: int) -> None:
@@ -136,18 +142,44 @@ def _deaf(host: str, port: int, why: str) -> HostError:
     return HostError(f"cannot listen on {host} port {port}", why, "Choose another address with --listen")
 
 
-class _Refusing:
-    """What is refused is counted, and said to the client without a traceback."""
+def _who(name: str, context: Any) -> str:
+    """A client by the name it has shown and the address, without the port, that it calls from."""
+    kind, _, place = unquote(context.peer()).partition(":")
+    address = place.rpartition(":")[0] if kind in ("ipv4", "ipv6") else place
+    return f"{name[:80]!r} at {address}"
 
-    def __init__(self, collector: Collector) -> None:
-        self._collector = collector
+
+class _Refused:
+    """Counts what was refused, and tells it."""
+
+    def __init__(self, collector: Collector, tell: Callable[[str], None]) -> None:
+        self._collector, self._tell = collector, tell
+        self._told_s: dict[str, float] = {}
+
+    def __call__(self, reason: str, who: str, why: str) -> None:
+        self._collector.metrics.reject(reason)
+        text, now_s = f"refused {who}: {why}", time.monotonic()
+        if now_s - self._told_s.get(text, -TELL_AGAIN_S) < TELL_AGAIN_S:
+            return
+        if len(self._told_s) >= MOST_TOLD:
+            self._told_s = {said: at_s for said, at_s in self._told_s.items() if now_s - at_s < TELL_AGAIN_S}
+        if len(self._told_s) < MOST_TOLD:
+            self._told_s[text] = now_s
+            self._tell(text)
+
+
+class _Refusing:
+    """What is refused is counted and told, and said to the client without a traceback."""
+
+    def __init__(self, refused: _Refused, context: Any, client: Client) -> None:
+        self._refused, self._context, self._client = refused, context, client
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, DataError):
-            self._collector.metrics.reject("malformed")
+            self._refused("malformed", _who(self._client.name, self._context), str(error))
         if isinstance(error, PulseError):
             raise flight.FlightServerError(str(error)) from None
 
@@ -155,16 +187,16 @@ class _Refusing:
 class _TokenFactory(flight.ServerMiddlewareFactory):  # type: ignore[misc]
     """Refuses a call without a known token before anything of it is read."""
 
-    def __init__(self, tokens: Tokens, collector: Collector) -> None:
+    def __init__(self, tokens: Tokens, refused: _Refused) -> None:
         super().__init__()
-        self._tokens, self._collector = tokens, collector
+        self._tokens, self._refused = tokens, refused
 
     def start_call(self, _info: Any, headers: Any) -> _Caller:
         values = headers.get("authorization") or [""]
         scheme, _, token = str(values[0]).partition(" ")
         name = self._tokens.name(token) if scheme.lower() == "bearer" else None
         if name is None:
-            self._collector.metrics.reject("token")
+            self._refused("token", "a client", "no valid token")
             raise flight.FlightUnauthenticatedError("no valid token")
         return _Caller(name)
 
