@@ -21,11 +21,14 @@ LATE_BINS, LATE_NS, LATE_SHARE = 5, 50_000, 0.25
 CLOCK_BINS = 3
 # Operators in wider bins are known by their bytes; when they were is not known well enough.
 WIDE_BINS_NS = 5_000_000
-# All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, and
-# be seen so often, in so many volleys of calls: often, or less often but clearly. ONCE tells nothing where calls were
-# lost, since one that is missing looks like a wait.
-ENOUGH, ONCE = ((0.03, 5.0, 5, 1), (0.02, 10.0, 3, 2)), (0.05, 20.0, 1, 1)
-# Calls that are further apart are no volley: what comes late to one comes late to all that it called with it.
+# All that one machine is late must cost this share of the time seen, be so many times what the next machine costs, be
+# seen so often, and be at most so probable by chance: much, often, or less often but clearly. ONCE tells nothing where
+# calls were lost, since one that is missing looks like a wait. In healthy jobs, in which after each checkpoint another
+# rank was the last, these were ten times in a row on the same of two machines, which cost up to 0.044 of the time.
+MOST_CHANCE = 1e-4
+ENOUGH = ((0.1, 5.0, 5, 1.0), (0.03, 5.0, 5, MOST_CHANCE), (0.02, 10.0, 3, MOST_CHANCE))
+ONCE = (0.05, 20.0, 1, 1.0)
+# Operators called further apart are no volley: what comes late to one comes late to all that it called with it.
 VOLLEY_NS = 2_000_000
 # Of its lateness, what one process must have, against the next of its machine, to be the one.
 OVER_NEXT_RANK = 2.0
@@ -259,18 +262,53 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         )
         .sort("cost_ns", "node", "team", descending=[True, False, False])
         .unique("node", keep="first", maintain_order=True)
-        .join(_volleys(founded), on="node", how="left")
+        .join(_chances(founded, compared), on="node", how="left")
+        .with_columns(pl.col("chance").fill_null(1.0))
         .join(_seldom(founded, compared).with_columns(seldom=True), on=["node", "team"], how="left")
         .sort("cost_ns", "node", descending=[True, False])
     )
     return costs, machines
 
 
-def _volleys(late: pl.DataFrame) -> pl.DataFrame:
-    """In how many `volleys` of calls each node was late."""
-    calls = late.select("node", "call_ns").unique().sort("node", "call_ns")
-    apart = pl.col("call_ns").diff().over("node") > VOLLEY_NS
-    return calls.with_columns(volleys=apart.fill_null(True)).group_by("node").agg(pl.col("volleys").sum())
+def _chances(late: pl.DataFrame, compared: pl.DataFrame) -> pl.DataFrame:
+    """How probably (`chance`) some node is the latest by chance as often as each is, or some process as one of its own.
+
+    Somebody is always the last, be all alike: of each volley of operators any node, and any process, as likely as the
+    others. Chernoff's bound of the binomial distribution, times how many there are. Assumes that volleys do not depend
+    on each other: where one cause lasts for several, its chance is taken for too small.
+    """
+    called = compared.group_by(KEY).agg(pl.col("call_ns").min().alias("volley_ns"))
+    volleys = (
+        called.join(late.select(KEY).unique(), on=KEY, how="semi")
+        .sort("volley_ns", *KEY)
+        .with_columns(volley=(pl.col("volley_ns").diff() > VOLLEY_NS).fill_null(False).cum_sum())
+    )
+    latest = (
+        late.join(volleys, on=KEY)
+        .sort("excess_ns", *PROCESS, descending=[True, False, False])
+        .unique("volley", keep="first", maintain_order=True)
+    )
+
+    def chances(of: list[str]) -> pl.DataFrame:
+        among = pl.lit(compared.select(of).n_unique(), pl.Float64)
+        share = pl.len() / latest.height
+        # How much more often than its turn, as a divergence (Kullback and Leibler).
+        more = share * (share * among).log() + pl.when(share < 1).then(
+            (1 - share) * ((1 - share) / (1 - 1 / among)).log()
+        ).otherwise(0.0)
+        often = share > 1 / among
+        return latest.group_by(of).agg(
+            pl.when(often)
+            .then((among * (-latest.height * more).exp()).clip(upper_bound=1.0))
+            .otherwise(1.0)
+            .alias("chance")
+        )
+
+    return (
+        pl.concat([chances(["node"]), chances(PROCESS).select("node", "chance")])
+        .group_by("node")
+        .agg(pl.col("chance").min())
+    )
 
 
 def _seldom(late: pl.DataFrame, compared: pl.DataFrame) -> pl.DataFrame:
@@ -298,16 +336,16 @@ def _stands_out(
     machines: pl.DataFrame,
     costs: pl.DataFrame,
     window_ns: int,
-    enough: Sequence[tuple[float, float, int, int]],
+    enough: Sequence[tuple[float, float, int, float]],
 ) -> str | None:
     """The machine that is late by far the most, and `enough`; None when lateness is rare, small or spread."""
     if machines.is_empty() or machines["seldom"][0] or costs["cost_ns"][0] > 1.05 * window_ns:
         return None
-    node, cost_ns, times, volleys = machines.select("node", "cost_ns", "times", "volleys").row(0)
+    node, cost_ns, times, chance = machines.select("node", "cost_ns", "times", "chance").row(0)
     second_ns = machines["cost_ns"][1] if machines.height > 1 else 0
     clear = any(
-        cost_ns >= share * window_ns and cost_ns >= over * second_ns and times >= least and volleys >= apart
-        for share, over, least, apart in enough
+        cost_ns >= share * window_ns and cost_ns >= over * second_ns and times >= least and chance <= most
+        for share, over, least, most in enough
     )
     return str(node) if clear else None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import comb
 
 import polars as pl
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from pulse_bpf.analysis.align import align
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.lags import lags
-from pulse_bpf.analysis.late import excesses, find_late
+from pulse_bpf.analysis.late import _chances, excesses, find_late
 from pulse_bpf.analysis.metrics import OPERATORS
 from pulse_bpf.schema import empty
 
@@ -70,6 +71,12 @@ def _table(rows: list[dict[str, object]]) -> pl.DataFrame:
     )
 
 
+def _longer(rows: pl.DataFrame) -> pl.DataFrame:
+    """A recording in which 28 ms are little: before the last operator all pause."""
+    pause_ns = pl.when(pl.col("op_seq") == STEPS - 1).then(25 * PERIOD_NS).otherwise(0)
+    return rows.with_columns(pl.col("call_ns", "start_ns", "last_byte_ns", "end_ns") + pause_ns)
+
+
 def _late(rows: pl.DataFrame, lost: int = 0) -> list[tuple[str | None, int]]:
     found = find_late(lags(align(rows), True), empty("comms"), None, lost)
     return [(finding.node, int(finding.lost_ns or 0)) for finding in found]
@@ -98,16 +105,53 @@ def test_a_single_long_delay_is_enough_when_nobody_else_has_any() -> None:
 @pytest.mark.parametrize(("apart_ns", "named"), [(PERIOD_NS, ["node1"]), (100_000, [])])
 def test_late_to_what_was_called_together_is_late_once(apart_ns: int, named: list[str]) -> None:
     """After a common pause, a rank that comes later than the others is late to all operators of that moment."""
-    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 1 and step in (5, 6, 7) else 0)
-    volley = pl.when(pl.col("op_seq").is_between(5, 7)).then(
-        5 * PERIOD_NS - MS + (pl.col("op_seq").cast(pl.Int64) - 5) * apart_ns
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 1 and 3 <= step < 10 else 0)
+    volley = pl.when(pl.col("op_seq").is_between(3, 9)).then(
+        3 * PERIOD_NS - MS + (pl.col("op_seq").cast(pl.Int64) - 3) * apart_ns
     )
-    # In a longer recording than the others', where one delay of this length is no evidence.
-    pause_ns = pl.when(pl.col("op_seq") == STEPS - 1).then(5 * PERIOD_NS).otherwise(0)
-    rows = rows.with_columns(call_ns=volley.otherwise("call_ns")).with_columns(
-        pl.col("call_ns", "start_ns", "last_byte_ns", "end_ns") + pause_ns
-    )
+    rows = _longer(rows.with_columns(call_ns=volley.otherwise("call_ns")))
     assert [node for node, _ in _late(rows)] == named
+
+
+@pytest.mark.parametrize(("times", "others", "named"), [(6, 0, []), (7, 0, ["node1"]), (7, 1, [])])
+def test_a_machine_that_is_the_last_by_chance_is_not_slow(times: int, others: int, named: list[str]) -> None:
+    """Somebody is the last after each pause; one of six machines too often in a row means something."""
+    last = [1] * times + [4] * others
+
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if last[step - 2 : step - 1] == [rank] else 0)
+    assert [node for node, _ in _late(_longer(rows))] == named
+
+
+@pytest.mark.parametrize(
+    ("wins", "volleys", "nodes"), [(1, 1, 2), (3, 4, 8), (10, 11, 2), (40, 60, 3), (2, 9, 8)]
+)
+@pytest.mark.parametrize("processes", [1, 8])
+def test_the_chance_of_being_last_is_not_less_than_the_binomial_says(
+    wins: int, volleys: int, nodes: int, processes: int
+) -> None:
+    """Node 0 is the last in `wins` volleys of two operators each, another of its processes each time."""
+    keys = [(node, node * 100 + pid) for node in range(nodes) for pid in range(processes)]
+    rows = [
+        {"team": 0, "place": 2 * volley + half, "node": node, "pid": pid, "call_ns": volley * 10 * MS}
+        | {"excess_ns": 2 if pid == (volley % processes if volley < wins else 100 * (nodes - 1)) else 0}
+        for volley in range(volleys)
+        for half in (0, 1)
+        for node, pid in keys
+    ]
+    compared = pl.DataFrame(rows)
+    chances = dict(_chances(compared.filter(pl.col("excess_ns") > 0), compared).iter_rows())
+
+    def at_least(wins: int, among: int) -> float:
+        tail = (
+            comb(volleys, k) * (1 / among) ** k * (1 - 1 / among) ** (volleys - k)
+            for k in range(wins, volleys + 1)
+        )
+        return min(1.0, among * sum(tail))
+
+    most = max(sum(1 for volley in range(wins) if volley % processes == pid) for pid in range(processes))
+    exact = min(at_least(wins, nodes), at_least(most, nodes * processes))
+    assert exact <= chances[0] * (1 + 1e-9)
+    assert chances[0] <= min(1.0, 2 * (volleys + 1) * exact)
 
 
 def test_an_expert_with_more_tokens_is_no_slow_machine() -> None:
