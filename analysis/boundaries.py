@@ -12,7 +12,8 @@ from pulse_bpf.analysis.curves import Flags, Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
 from pulse_bpf.analysis.rough import EXACT, LINE_BYTES, astray, exact_hits, rough
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
-from pulse_bpf.analysis.walk import NEVER, PACED_TOLERANCE
+from pulse_bpf.analysis.walk import PACED_TOLERANCE
+from pulse_bpf.analysis.walk_state import NEVER
 
 # Volumes are exact, and silences before an operator's end are inside of it: when as many operators end exactly in
 # silences, and of those that do so nearly this share, at least; or when what is called between two waits of the host is

@@ -8,10 +8,9 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
-from pulse_bpf.analysis import walk
 from pulse_bpf.analysis.curves import Flags, Longs
 from pulse_bpf.analysis.pool import Found, Pool
-from pulse_bpf.analysis.walk import Calls, State
+from pulse_bpf.analysis.walk_state import Calls, State, nothing_known
 
 Ops = NDArray[np.uint32]
 
@@ -35,7 +34,7 @@ class Listing:
     def __init__(self, groups: pl.DataFrame) -> None:
         self._port = groups["port_index"].to_numpy().astype(np.int64)
         self._several = groups["peers"].to_numpy() > 1
-        self.calls = walk.nothing_known(groups.height)[0]
+        self.calls = nothing_known(groups.height)[0]
         self._had = np.zeros(groups.height, np.bool_)
         none = np.zeros(0, np.int64)
         self.group = none

@@ -6,7 +6,8 @@ import numpy as np
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Curves, Flags, Longs
-from pulse_bpf.analysis.walk import LAST_NS, OUTSIDE, ROWS, add_outside
+from pulse_bpf.analysis.walk import add_outside
+from pulse_bpf.analysis.walk_state import LAST_NS, OUTSIDE, ROWS
 
 # A silence of so many bins ends a burst: shorter ones are those between packets and slices.
 SILENCE_BINS = 8

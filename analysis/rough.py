@@ -8,7 +8,7 @@ from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.ends import INEXACT, LINES, LONG_BINS, ROUNDED, VOLUME_TOLERANCE, about
 from pulse_bpf.analysis.tracks import Curve, Track
-from pulse_bpf.analysis.walk import NEVER
+from pulse_bpf.analysis.walk_state import NEVER
 
 # The least that an operator moves is the data of one line of NCCL's LL protocol.
 LINE_BYTES = 8

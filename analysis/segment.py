@@ -30,6 +30,33 @@ SETTLED = pl.Schema(
 FACTORS = pl.Schema({"group": U32, "by_ring": BOOL, "kind": STR, "of_size": F64, "factor": F64})
 
 
+def groups_of(flows: pl.DataFrame) -> tuple[pl.DataFrame, Longs]:
+    """The flow groups there may be, one per KEY, and the one of each flow, received and sent: -1 for none, and for what
+    is known to be control."""
+    known = flows.with_row_index("number").filter(pl.col("comm_id").is_not_null())
+    both = pl.concat([known.with_columns(direction=pl.lit(way)) for way in ("rx", "tx")])
+    both = both.filter((pl.col("direction") == pl.col("data")).fill_null(True))
+    groups = (
+        both.group_by(KEY)
+        .agg(pl.col("gpu", "peer_pid").first(), pl.col("wire_factor").mean())
+        .sort(KEY)
+        .with_row_index("group")
+        .with_columns(
+            group=pl.col("group").cast(U32),
+            process=pl.struct(PROCESS).rank("dense") - 1,
+            port_index=pl.struct(PORT).rank("dense") - 1,
+            peers=pl.len().over(*PORT, "pid", "comm_id"),
+        )
+    )
+    of = both.select("number", "direction", *KEY[:-1]).join(
+        groups.select("group", *KEY), on=KEY, nulls_equal=True
+    )
+    group_of = np.full(2 * len(flows), -1, np.int64)
+    stream = 2 * of["number"].to_numpy().astype(np.int64) + (of["direction"] == "tx").to_numpy()
+    group_of[stream] = of["group"].to_numpy()
+    return groups, group_of
+
+
 class Volumes:
     """What operators, as they come, should put on the `groups` of flows (`group` and the columns KEY).
 

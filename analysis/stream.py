@@ -9,15 +9,16 @@ import numpy as np
 import polars as pl
 
 from pulse_bpf.analysis import boundaries, curves, grants, outside, pool, walk
-from pulse_bpf.analysis.callers import EARLY, LATEST_NS, PROCESS
+from pulse_bpf.analysis.callers import EARLY, LATEST_NS
 from pulse_bpf.analysis.curves import Floats, Longs
 from pulse_bpf.analysis.listing import Listing
 from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.analysis.program import Program
 from pulse_bpf.analysis.samples import PORT, Batch
-from pulse_bpf.analysis.segment import FACTORS, KEY, Volumes
+from pulse_bpf.analysis.segment import FACTORS, Volumes, groups_of
 from pulse_bpf.analysis.shape import NOTHING, weighted
-from pulse_bpf.analysis.unsettled import TOTALS, Cuts, Segments, version_of, versions
+from pulse_bpf.analysis.unsettled import TOTALS, Cuts, Segments, directed, totalled, version_of, versions
+from pulse_bpf.analysis.walk_state import NEVER, OUTSIDE, nothing_known
 from pulse_bpf.schema import I64, U32
 
 # How flows are cut is learned from so much of their traffic, in bins too, then kept.
@@ -54,7 +55,7 @@ class Cutter:
     def __init__(self, flows: pl.DataFrame, program: Program, covered: pl.DataFrame) -> None:
         self._program = program
         self._flows = flows["flow"]
-        self._groups, self._group_of = _groups(flows)
+        self._groups, self._group_of = groups_of(flows)
         self._table = curves.table_of(self._flows.to_numpy())
         self._totals = np.zeros((2 * len(flows), len(curves.TOTALS)), np.int64)
         self._unlisted = pl.DataFrame(schema=TOTALS)
@@ -68,7 +69,7 @@ class Cutter:
         self._begun = np.zeros(count, np.bool_)
         self._curves = curves.no_curves(count)
         self._room = np.empty((4, 0), np.int64)
-        _, self._rules, self._state = walk.nothing_known(count)
+        _, self._rules, self._state = nothing_known(count)
         self._listing = Listing(self._groups)
         lossy = self._groups.join(covered.filter("lossy"), on=PORT, how="semi")["group"]
         self._rules.lossy[lossy.to_numpy()] = True
@@ -76,7 +77,7 @@ class Cutter:
         self._grants = grants.no_grants(count)
         # Groups that have no call yet; bursts of these: those that go on, and those that ended.
         self._uncalled = np.zeros(count, np.bool_)
-        self._burst = np.zeros((count, len(walk.OUTSIDE)), np.int64)
+        self._burst = np.zeros((count, len(OUTSIDE)), np.int64)
         self._bursts: list[tuple[Longs, Longs]] = []
         # Of each group the end of its last operator, the call of its last one listed, and until when it was learned.
         self._last_end_ns = np.full(count, NOTHING)
@@ -139,7 +140,7 @@ class Cutter:
             if self._program.until_ns < FOREVER:
                 self._advance(self._program.until_ns, final=False)
                 yield from self.settled()
-        self._advance(walk.NEVER, final=True)
+        self._advance(NEVER, final=True)
         yield self._take(final=True)
 
     def _take(self, final: bool) -> Segments:
@@ -185,9 +186,7 @@ class Cutter:
             called = np.flatnonzero(~self._uncalled)
             parts += [(np.arange(len(self._burst)), self._burst), (called, self._state.outside[called])]
         group, rest = (np.concatenate(column) for column in zip(*parts, strict=True))
-        rest_of = pl.DataFrame(rest, walk.OUTSIDE).with_columns(
-            group=pl.Series(begin[group + 1] - 1, dtype=U32)
-        )
+        rest_of = pl.DataFrame(rest, OUTSIDE).with_columns(group=pl.Series(begin[group + 1] - 1, dtype=U32))
         return Segments(
             known,
             groups,
@@ -212,12 +211,12 @@ class Cutter:
                     pl.col("bin_ns").max(),
                 )
             )
-            self._unlisted = _summed(pl.concat([self._unlisted, _directed(counts)]))
+            self._unlisted = totalled(pl.concat([self._unlisted, directed(counts)]))
 
     def _totals_of_flows(self) -> pl.DataFrame:
         own = pl.DataFrame(self._totals, curves.TOTALS).with_row_index("stream")
         own = own.with_columns(tx=pl.col("stream") % 2, flow=self._flows.gather(own["stream"] // 2))
-        return pl.concat([_directed(own.filter(pl.col("rows") > 0)), self._unlisted])
+        return pl.concat([directed(own.filter(pl.col("rows") > 0)), self._unlisted])
 
     def _used(self) -> pl.DataFrame:
         """group, flow, bin_ns, first_byte_ns of the flows of groups that carried a byte."""
@@ -325,7 +324,7 @@ class Cutter:
         sums = listing.sums
         bin_ns, window_bytes = self._rules.bin_ns[sums.group], self._rules.window_bytes[sums.group]
         # A group that is yet to be learned may have a part in what the others have done with.
-        open_ns = -walk.NEVER if len(waiting) else until_ns - walk.HOLD_NS
+        open_ns = -NEVER if len(waiting) else until_ns - walk.HOLD_NS
         summed, self._pool = pool.sums(bins, sums.waiting, bin_ns, window_bytes, open_ns)
         number = summed.number
         self._sums.add(sums.group[number], sums.op[number], np.zeros(len(number)), summed)
@@ -409,33 +408,6 @@ class Cutter:
         settled[chosen] = np.where(before > 0, before, most)[process[chosen]]
 
 
-def _groups(flows: pl.DataFrame) -> tuple[pl.DataFrame, Longs]:
-    """The flow groups there may be, one per KEY, and the one of each flow, received and sent: -1 for none, and for what
-    is known to be control."""
-    known = flows.with_row_index("number").filter(pl.col("comm_id").is_not_null())
-    both = pl.concat([known.with_columns(direction=pl.lit(way)) for way in ("rx", "tx")])
-    both = both.filter((pl.col("direction") == pl.col("data")).fill_null(True))
-    groups = (
-        both.group_by(KEY)
-        .agg(pl.col("gpu", "peer_pid").first(), pl.col("wire_factor").mean())
-        .sort(KEY)
-        .with_row_index("group")
-        .with_columns(
-            group=pl.col("group").cast(U32),
-            process=pl.struct(PROCESS).rank("dense") - 1,
-            port_index=pl.struct(PORT).rank("dense") - 1,
-            peers=pl.len().over(*PORT, "pid", "comm_id"),
-        )
-    )
-    of = both.select("number", "direction", *KEY[:-1]).join(
-        groups.select("group", *KEY), on=KEY, nulls_equal=True
-    )
-    group_of = np.full(2 * len(flows), -1, np.int64)
-    stream = 2 * of["number"].to_numpy().astype(np.int64) + (of["direction"] == "tx").to_numpy()
-    group_of[stream] = of["group"].to_numpy()
-    return groups, group_of
-
-
 def _factors(
     calls: pl.DataFrame, kind: Longs, expected: Floats, volume: Floats, paced: bool
 ) -> tuple[pl.DataFrame, float]:
@@ -444,16 +416,3 @@ def _factors(
     _, first, which = np.unique(kind, return_index=True, return_inverse=True)
     factor = np.bincount(which, expected) / np.bincount(which, volume)
     return calls[first].select(*FACTORS.names()[:-1], factor=pl.Series(factor)), common
-
-
-def _directed(counts: pl.DataFrame) -> pl.DataFrame:
-    way = pl.when(pl.col("tx") == 1).then(pl.lit("tx")).otherwise(pl.lit("rx"))
-    return counts.with_columns(direction=way).select(
-        pl.col(name).cast(dtype) for name, dtype in TOTALS.items()
-    )
-
-
-def _summed(totals: pl.DataFrame) -> pl.DataFrame:
-    first, last = pl.col("first_ns").min(), pl.col("last_ns", "bin_ns").max()
-    sums = pl.col("rows", "bytes", "retx_bytes", "ctl_packets").sum()
-    return totals.group_by("flow", "direction").agg(sums, first, last).select(TOTALS.names())

@@ -114,3 +114,18 @@ def version_of(group: Longs, call_ns: Longs, since_ns: Longs, begin: Longs) -> L
         holds = (at < begin[group + 1]) & (since_ns[np.minimum(at, len(since_ns) - 1)] < call_ns + LATEST_NS)
         row = np.where(holds, at, row)
     return row
+
+
+def directed(counts: pl.DataFrame) -> pl.DataFrame:
+    """`counts` as TOTALS, with the direction in words."""
+    way = pl.when(pl.col("tx") == 1).then(pl.lit("tx")).otherwise(pl.lit("rx"))
+    return counts.with_columns(direction=way).select(
+        pl.col(name).cast(dtype) for name, dtype in TOTALS.items()
+    )
+
+
+def totalled(totals: pl.DataFrame) -> pl.DataFrame:
+    """One row of TOTALS per flow and direction."""
+    first, last = pl.col("first_ns").min(), pl.col("last_ns", "bin_ns").max()
+    sums = pl.col("rows", "bytes", "retx_bytes", "ctl_packets").sum()
+    return totals.group_by("flow", "direction").agg(sums, first, last).select(TOTALS.names())

@@ -8,6 +8,7 @@ from pulse_bpf.analysis import boundaries, walk
 from pulse_bpf.analysis.boundaries import Learned
 from pulse_bpf.analysis.curves import Curves, Floats, Longs
 from pulse_bpf.analysis.pool import no_pool
+from pulse_bpf.analysis.walk_state import NEVER, Calls, nothing_known
 
 
 def cut(
@@ -17,7 +18,7 @@ def cut(
     count = len(call_ns)
     certain = np.zeros(count, np.bool_)
     learned = boundaries.learn(t_ns, np.cumsum(net), bin_ns, call_ns, call_ns, volume, kind, certain, lossy)
-    _, rules, state = walk.nothing_known(1)
+    _, rules, state = nothing_known(1)
     rules.learned[:], rules.bin_ns[:] = True, bin_ns
     rules.lossy[:], rules.short[:] = lossy, learned.short
     rules.paced[:], rules.alone[:], state.at[:] = learned.paced, learned.alone, learned.at
@@ -27,9 +28,9 @@ def cut(
     waited = np.diff(call_ns, prepend=call_ns[0]) >= learned.step_ns
     begin, settled = np.zeros(1, np.int64), np.zeros(1, np.int64)
     expected = learned.expected
-    calls = walk.Calls(begin, one, call_ns, call_ns, expected, sums, waited, expected.copy(), settled, begin)
+    calls = Calls(begin, one, call_ns, call_ns, expected, sums, waited, expected.copy(), settled, begin)
     nothing = np.zeros_like(net)
     curves = Curves(np.zeros(1, np.int64), np.array([len(net)]), t_ns, net, nothing, nothing)
-    found, _, _ = walk.walk(curves, calls, rules, state, no_pool(), np.array([walk.NEVER]), walk.NEVER, True)
+    found, _, _ = walk.walk(curves, calls, rules, state, no_pool(), np.array([NEVER]), NEVER, True)
     assert found.number.tolist() == list(range(count))
     return learned, found.whole[:, 0]
