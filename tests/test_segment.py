@@ -7,7 +7,7 @@ import pytest
 import recordings
 from recordings import BIN_NS, T0_NS, Fault, Job
 
-from pulse_bpf.analysis import measure
+from pulse_bpf.analysis import callers, measure, program, segment, stream, unsettled
 from pulse_bpf.analysis.load import Recording
 from pulse_bpf.analysis.segment import _shares
 
@@ -88,6 +88,29 @@ def test_a_job_that_stands_still_just_after_the_recording_began_is_cut_as_any_ot
     assert found.height > 200
     assert found["missing"].abs().max() == 0
     assert found["end_error"].max() <= 1
+
+
+def test_a_queue_pair_that_is_first_seen_late_has_no_part_in_what_was_called_long_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As one whose owner is known only then: operators are not taken for unfinished for what nobody saw."""
+    job = recordings.run(steps=14, seed=5)
+    frames = recordings.tables(job)
+    begin, latest = 600, 150
+    for module in (callers, program, segment, stream, unsettled):
+        monkeypatch.setattr(module, "LATEST_NS", latest * BIN_NS)
+    late = (pl.col("node") == "node1") & (pl.col("qpn") == 17)
+    unseen = late & (pl.col("t_ns") < T0_NS + begin * BIN_NS)
+    found = errors(job, operators_of(frames | {"samples": frames["samples"].filter(~unseen)}))
+    own = (pl.col("rank") == 1) & (pl.col("peer_rank") == 0)
+    assert found.filter(~own)["missing"].abs().max() == 0
+    before = found.filter(own, pl.col("tick") < begin - latest)
+    assert before.height > 5
+    assert before["bytes"].null_count() == before.height
+    after = found.filter(own, pl.col("tick") >= begin)
+    assert after.height > 5
+    assert after["missing"].abs().max() == 0
+    assert after["end_error"].max() <= 1
 
 
 def test_lost_samples_spoil_only_their_operator() -> None:
