@@ -23,6 +23,8 @@ SINGLE, SINGLE_BLIND = 0.7, 3.0
 OTHERS = 0.2
 # Late in more of its calls than this, and than so many, it may as well wait for its GPU.
 SPORADIC, FEW = 0.3, 3
+# By what part of that a late call must come after the first of the other ranks', where clocks tell.
+BEHIND = 0.5
 # From this length on a late call is a pause and no wait for a CPU, whose slices are shorter.
 LONG_NS = 12_000_000
 # So far a host falls behind the others, and no further, as long as they do not all wait for it.
@@ -43,6 +45,8 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
     late = calls.filter(
         pl.col("excess_ns") > pl.max_horizontal(pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns")),
         pl.col("in_step"),
+        # Where the call before came early, the time between them is longer, and nobody late.
+        (pl.col("behind_ns") > BEHIND * pl.col("excess_ns")) | (not one_clock),
     ).sort(*PROCESS, "program_pos")
     single = SINGLE if one_clock else SINGLE_BLIND
     costs = (
@@ -89,7 +93,8 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     """Per call of an operator of several ranks: the time since the process's call before, and by how much it exceeds.
 
     `in_step`: the call before came at about the same time on all ranks, as far as clocks tell; a rank whose calls
-    were matched with the wrong ones of the others is never in step.
+    were matched with the wrong ones of the others is never in step. `behind_ns`: how much later than
+    the first of theirs it is.
     """
     same_process = pl.all_horizontal(pl.col(name) == pl.col(name).shift() for name in PROCESS)
 
@@ -127,15 +132,20 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     calls = calls.with_columns(usual_gap_ns=usual("gap_ns"), usual_after_ns=usual("after_end_ns"))
     longer_ns = pl.col("gap_ns") - pl.col("usual_gap_ns")
     return calls.with_columns(
-        # Of the time between two calls, what a process waits for the first one's operator is none of its own. Who
-        # exchanges in pairs may also wait for what others still exchange.
-        usual_ns=pl.when((pl.col("usual_after_ns") > 0) & pl.col("after_ring"))
+        # Of the time between two calls, what a process waits for the first one's operator is none of its own, where it
+        # is known or clocks tell as well. Who exchanges in pairs may also wait for what others still exchange.
+        usual_ns=pl.when(
+            pl.col("usual_after_ns") > 0,
+            pl.col("after_ring"),
+            pl.col("after_end_ns").is_not_null() | one_clock,
+        )
         .then(pl.min_horizontal("usual_gap_ns", "usual_after_ns"))
         .otherwise("usual_gap_ns"),
         excess_ns=pl.min_horizontal(longer_ns, pl.col("after_end_ns") - pl.col("usual_after_ns")),
         in_step=(apart < pl.max_horizontal(0.5 * longer_ns, pl.lit(IN_STEP_NS)))
         if one_clock
         else pl.lit(True),
+        behind_ns=pl.col("call_ns") - pl.col("call_ns").min().over("same"),
     )
 
 

@@ -104,6 +104,19 @@ def test_a_call_is_not_late_by_what_the_operator_before_lasted() -> None:
     assert item.node == "c"
 
 
+def test_a_call_that_comes_with_the_others_is_not_late() -> None:
+    """After a checkpoint all call at once: who had come to it earlier waited longer since the call before."""
+    early = (9, 29, 49)
+    came = (pl.col("node") == "c") & pl.col("program_pos").is_in(early)
+    ranks = calls({}).with_columns(call_ns=10 * pl.col("call_ns") - pl.when(came).then(6 * MS).otherwise(0))
+    # The others' operators are known to have ended just before they called the next; its own are not.
+    ended = ranks.with_columns(own_end_ns=pl.when(pl.col("node") != "c").then(pl.col("call_ns") + 19 * MS))
+    assert find_hosts(ended, True, 0) == []
+    assert find_hosts(ended, False, 0) == []
+    (item,) = find_hosts(calls({"c": dict.fromkeys(early, 6)}), True, 0)
+    assert item.node == "c"
+
+
 def test_nobody_is_late_while_nobody_watched_the_traffic() -> None:
     ranks = calls({"c": {30: 40}})
     assert find_hosts(ranks.with_columns(covered=pl.col("program_pos") > 35), True, 0) == []
