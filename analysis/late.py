@@ -77,7 +77,7 @@ def _of_gpu(
     """`finding` with the GPU whose data the late process sends; without rank where that is not known."""
     members = comms.filter(pl.col("comm_id") == worst["comm_id"], pl.col("node") == worst["node"])
     members = members.unique("rank")
-    if members.height > 1 and channels is not None:
+    if members.height > 1 and channels is not None and worst["peer_rank"] is not None:
         senders = channels.filter(
             pl.col("comm_id") == worst["comm_id"], pl.col("ring_next") == worst["peer_rank"]
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from math import comb
 
@@ -87,6 +88,20 @@ def _late(rows: pl.DataFrame, lost: int = 0) -> list[tuple[str | None, int]]:
 def test_a_rank_that_is_late_after_its_own_previous_end_is_named(kind: str, received: bool) -> None:
     rows = _rows(kind, late_ns=lambda rank, step: 4 * MS if rank == 2 else 0, received=received)
     assert _late(rows) == [("node2", 4 * MS * (STEPS - 1))]
+
+
+def test_a_machine_is_named_without_its_rank_where_it_is_unknown_to_whom_it_sent() -> None:
+    """Two of its ranks may have sent by the late process, and channels say only which of them sends to whom."""
+    rows = _rows(late_ns=lambda rank, step: 4 * MS if rank == 2 else 0).with_columns(
+        peer_rank=pl.lit(None, pl.Int32)
+    )
+    node = {"node": "node2", "comm_id": "world", "nranks": RANKS}
+    members = pl.DataFrame([node | {"rank": rank, "gpu": rank, "pid": 10 + rank} for rank in (2, 7)])
+    channels = pl.DataFrame({"comm_id": ["world"] * 2, "rank": [2, 7], "ring_next": [3, 8]})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (finding,) = find_late(lags(align(rows), True), members, channels, 0)
+    assert (finding.node, finding.scope, finding.rank, finding.gpu) == ("node2", "node", None, None)
 
 
 def test_nobody_is_named_when_all_are_equally_late() -> None:
