@@ -118,8 +118,10 @@ def _causes(
     if outweighs or (late and late[0].cause == "host") or (sure and one_clock and not slow):
         slow, unexplained = [], []
     # By each node's own clock alone, who has sent its last byte seems late where a slow port still holds up the others.
+    # Of what shares a path in the network, both ends may.
     if slow and one_clock and len(slow) < MOST_FAULTS:
         places = {place for item in slow for place in (item.node, *(item.nodes or ()))}
+        places |= {flow[end] for item in slow for flow in item.flows or () for end in ("node", "peer_node")}
         slow = [*slow, *(item for item in sure if item.node not in places)]
     found = slow if slow or unexplained else late
     if found:
@@ -133,7 +135,7 @@ def _late(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: 
     ranks = lags(aligned, one_clock)
     lost = int(tables["coverage"].filter(pl.col("nic").is_null())["lost"].sum())
     return find_hosts(ranks, one_clock, lost) or find_late(
-        ranks, tables["comms"], tables.get("channels"), lost
+        ranks, tables["comms"], tables.get("channels"), one_clock, lost
     )
 
 

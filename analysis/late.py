@@ -47,7 +47,11 @@ MAX_UNFOUNDED = 0.5
 
 
 def find_late(
-    ranks: pl.DataFrame, comms: pl.DataFrame, channels: pl.DataFrame | None, lost: int
+    ranks: pl.DataFrame,
+    comms: pl.DataFrame,
+    channels: pl.DataFrame | None,
+    one_clock: bool,
+    lost: int,
 ) -> list[Finding]:
     """The machine that comes late to operators by its own doing, which delays all others, by `ranks` (lags).
 
@@ -56,12 +60,12 @@ def find_late(
     end an operator before its last rank has come, so lags longer than the others' operator are no lags. Assumes
     that ranks of one communicator have equal work: what is unequal by the job's own doing moves from rank to rank.
     A rank may send by a neighbour's NIC and process, so that its GPU is named where `comms` and `channels` tell it.
-    Where calls were `lost`, once is not enough.
+    With `one_clock` the times of all nodes are comparable. Where calls were `lost`, once is not enough.
     """
     window_ns = _window_ns(ranks)
     if not window_ns:
         return []
-    compared = excesses(ranks)
+    compared = excesses(ranks, one_clock)
     costs, machines = _costs(compared)
     suspect = _stands_out(machines, costs, window_ns, ENOUGH if lost else (*ENOUGH, ONCE))
     if suspect is None:
@@ -99,7 +103,7 @@ def same_clock(error_ns: int | None, bin_ns: int) -> bool:
     return error_ns is not None and error_ns <= max(LATE_NS, CLOCK_BINS * bin_ns)
 
 
-def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
+def excesses(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     """Adds to operators of several ranks by how much each lag exceeds the usual one of its operator (excess_ns).
 
     `unfounded` where most others ended before it, which cannot be.
@@ -152,7 +156,10 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     )
     # Nobody can send before the receiver has called.
     receivers = together.select(
-        "same", pl.col("rank").alias("peer_rank"), pl.col("late_call_ns").alias("peer_late_ns")
+        "same",
+        pl.col("rank").alias("peer_rank"),
+        pl.col("late_call_ns").alias("peer_late_ns"),
+        pl.col("call_ns").alias("peer_call_ns"),
     )
     together = together.join(
         receivers.unique(["same", "peer_rank"]), on=["same", "peer_rank"], how="left", maintain_order="left"
@@ -160,6 +167,10 @@ def excesses(ranks: pl.DataFrame) -> pl.DataFrame:
     waits = (pl.col("peer_late_ns") > WAITS * pl.col("excess_ns")) & (
         pl.col("late_call_ns").fill_null(0) < WAITS * pl.col("excess_ns")
     )
+    if one_clock:
+        # The latest moment of a call at which it has no part in the rank's being late.
+        before_ns = pl.col("entry_ns") - (1 - WAITS) * pl.col("excess_ns")
+        waits |= (pl.col("peer_call_ns") > before_ns) & (pl.col("call_ns") < before_ns)
     together = together.join(_held(together), on=[*KEY, "rank"], how="left", maintain_order="left")
     waits = waits.fill_null(False) | pl.col("held").fill_null(False)
     return together.with_columns(
@@ -233,6 +244,14 @@ def _costs(compared: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     founded = late.filter(~pl.col("unfounded"))
     if float(founded["excess_ns"].sum()) < (1 - MAX_UNFOUNDED) * float(late["excess_ns"].sum()):
         founded = founded.clear()
+    # Of operators that overlap the same time may be counted for each.
+    since_ns = pl.col("entry_ns") - pl.col("entry_ns").shift().over(PROCESS)
+    founded = (
+        founded.sort(*PROCESS, "entry_ns", maintain_order=True)
+        .with_columns(excess_ns=pl.min_horizontal("excess_ns", since_ns))
+        .filter(pl.col("excess_ns") > least)
+        .sort(*PROCESS, "program_pos")
+    )
     costs = (
         founded.group_by(PROCESS)
         .agg(

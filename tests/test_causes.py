@@ -207,6 +207,12 @@ def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() 
     waiting = ring(last_byte_ns=pl.col("last_byte_ns") + longer)
     assert find_marked(waiting, flows, marks, events) == []
     assert find_marked(stretched, flows, None, events) == []
+    # Of a job that does little else flows collide now and then, and it costs nothing.
+    idle = stretched.with_columns(
+        pl.when(pl.col("step") == OPERATORS - 1).then(pl.col(name) + 20_000 * MS).otherwise(name).alias(name)
+        for name in ("start_ns", "last_byte_ns")
+    )
+    assert find_marked(idle, flows, marks, events) == []
     coarse = stretched.with_columns(bin_ns=pl.lit(5 * MS))
     assert find_marked(coarse.filter(pl.col("step") < OPERATORS // 2), flows, marks, events) == []
     assert find_marked(coarse, flows, marks, events) != []
@@ -283,6 +289,34 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
     found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
     assert [item.node for item in found] == named
     assert bool(why) == (not named)
+
+
+@pytest.mark.parametrize(("end", "named"), [("c", [None]), ("b", [None, "c"])])
+def test_an_end_of_a_slow_path_is_not_named_late(
+    monkeypatch: pytest.MonkeyPatch, end: str, named: list[str | None]
+) -> None:
+    for name in (
+        "find_hosts",
+        "find_loss",
+        "find_marked",
+        "find_refused",
+        "find_capped",
+        "find_held",
+        "lags",
+    ):
+        monkeypatch.setattr(causes, name, lambda *given: [])
+    path = replace(
+        _finding("path-collision", "network", "a"),
+        scope="network",
+        node=None,
+        flows=[{"node": "a", "nic": "mlx5_0", "qpn": 1, "peer_node": end, "peer_nic": "mlx5_0"}],
+    )
+    monkeypatch.setattr(causes, "find_slow", lambda *given: ([path], [], 100))
+    monkeypatch.setattr(causes, "find_late", lambda *given: [_finding("gpu-slow", "compute", "c")])
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
+    found, _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    assert [item.node for item in found] == named
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def _longer(rows: pl.DataFrame) -> pl.DataFrame:
 
 
 def _late(rows: pl.DataFrame, lost: int = 0) -> list[tuple[str | None, int]]:
-    found = find_late(lags(align(rows), True), empty("comms"), None, lost)
+    found = find_late(lags(align(rows), True), empty("comms"), None, True, lost)
     return [(finding.node, int(finding.lost_ns or 0)) for finding in found]
 
 
@@ -100,7 +100,7 @@ def test_a_machine_is_named_without_its_rank_where_it_is_unknown_to_whom_it_sent
     channels = pl.DataFrame({"comm_id": ["world"] * 2, "rank": [2, 7], "ring_next": [3, 8]})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (finding,) = find_late(lags(align(rows), True), members, channels, 0)
+        (finding,) = find_late(lags(align(rows), True), members, channels, True, 0)
     assert (finding.node, finding.scope, finding.rank, finding.gpu) == ("node2", "node", None, None)
 
 
@@ -185,7 +185,7 @@ def test_a_rank_that_cannot_send_before_its_receiver_has_called_is_not_late() ->
         late_ns=lambda rank, step: 5 * MS if rank in (1, 2) else 0,
         call_late_ns=lambda rank, step: 5 * MS if rank == 2 else 0,
     )
-    ranks = excesses(lags(align(rows), True))
+    ranks = excesses(lags(align(rows), True), True)
     assert ranks.filter("waits")["rank"].unique().to_list() == [1]
     assert [node for node, _ in _late(rows)] == ["node2"]
 
@@ -292,8 +292,36 @@ def test_who_sends_late_because_a_neighbour_held_it_up_before_is_not_late() -> N
     """Round a ring of exchanges between neighbours all take 2 ms for their work; only who waits comes at once."""
     behind = {2: 8, 1: 2, 3: 2}
     rows = _rows("Group", late_ns=lambda rank, step: behind.get(rank, 0) * MS if step % 4 == 3 else 2 * MS)
-    compared = excesses(lags(align(rows), True))
+    compared = excesses(lags(align(rows), True), True)
     assert set(compared.filter(pl.col("excess_ns") > MS)["rank"]) == {2}
+
+
+def test_what_several_operators_wait_at_once_for_a_late_rank_counts_once() -> None:
+    rows = _rows(late_ns=lambda rank, step: 6 * MS if rank == 2 else 0)
+    several = [
+        rows.with_columns(comm_id=pl.lit(f"world{place}"), program_pos=4 * pl.col("program_pos") + place)
+        for place in range(4)
+    ]
+    assert _late(pl.concat(several)) == [("node2", 6 * MS * (STEPS - 1))]
+
+
+@pytest.mark.parametrize(("one_clock", "named"), [(True, []), (False, ["node1"])])
+def test_a_rank_whose_receiver_called_late_by_the_same_clock_is_not_late(
+    one_clock: bool, named: list[str]
+) -> None:
+    """Receiver 2 still had to end what the others had ended before."""
+    late = (5, 8)
+    rows = _rows(
+        late_ns=lambda rank, step: 12 * MS if rank in (1, 2) and step in late else 0,
+        call_late_ns=lambda rank, step: 12 * MS if rank == 2 and step in late else 0,
+    )
+    ends_late = (pl.col("rank") == 2) & (pl.col("op_seq") + 1).is_in(late)
+    rows = rows.with_columns(
+        pl.when(ends_late).then(pl.col(name) + 12 * MS).otherwise(name).alias(name)
+        for name in ("last_byte_ns", "end_ns")
+    )
+    found = find_late(lags(align(rows), one_clock), empty("comms"), None, one_clock, 0)
+    assert [finding.node for finding in found] == named
 
 
 def _both_ways(rows: pl.DataFrame) -> pl.DataFrame:

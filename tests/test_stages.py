@@ -101,7 +101,9 @@ def _row(
 
 
 def _late(rows: pl.DataFrame) -> list[str | None]:
-    return [finding.node for finding in find_late(lags(align(rows), True), empty("comms"), None, lost=0)]
+    return [
+        finding.node for finding in find_late(lags(align(rows), True), empty("comms"), None, True, lost=0)
+    ]
 
 
 def test_a_stage_that_takes_longer_than_its_replica_each_time_is_named() -> None:

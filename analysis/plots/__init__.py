@@ -91,6 +91,7 @@ def look(recording: Recording, operators: pl.DataFrame) -> View:
     clock = one_clock(operators, recording["nodes"])
     aligned = align(clock.shifted("operators", operators), clock.error_ns)
     bin_ns = int(operators["bin_ns"].max() or 0)  # type: ignore[arg-type]
-    ranks = lags(aligned, same_clock(clock.error_ns, bin_ns))
+    same = same_clock(clock.error_ns, bin_ns)
+    ranks = lags(aligned, same)
     tables = {name: clock.shifted(name, frame) for name, frame in recording.tables.items()}
-    return View(clock, aligned, ranks, late_cells(excesses(ranks)), tables)
+    return View(clock, aligned, ranks, late_cells(excesses(ranks, same)), tables)
