@@ -45,6 +45,8 @@ HELD_UP = 0.7
 # which they may be what is slow.
 MOSTLY_UNSEEN, LITTLE_UNSEEN = 0.7, 0.3
 
+# What is measured of a port with a ceiling.
+CEILING = "ceiling_gbps"
 # Columns of the operators that are looked at.
 NEEDED = (
     *(
@@ -312,7 +314,7 @@ def _finding(rows: pl.DataFrame, low: pl.DataFrame, port: Port, counted: bool, b
         first_ns=first,
         last_ns=last,
         lost_ns=int(span * max(0.0, 1 - gbps / usual)),
-        evidence=[Evidence("ceiling_gbps", gbps, usual, operators, text)],
+        evidence=[Evidence(CEILING, gbps, usual, operators, text)],
         node=node,
         nic=None if both else nic,
         peer_node=peers["peer_node"][0] if link else None,

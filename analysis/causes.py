@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import polars as pl
 
-from pulse_bpf.analysis.capped import find_capped
+from pulse_bpf.analysis.capped import CEILING, find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.held import beside, find_held, no_brake
 from pulse_bpf.analysis.hosts import find_hosts
@@ -20,11 +21,11 @@ from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.passing import not_passed_on
 from pulse_bpf.analysis.refused import find_refused
 from pulse_bpf.analysis.signals import marks
-from pulse_bpf.analysis.slow import find_slow
+from pulse_bpf.analysis.slow import SENT, find_slow
 from pulse_bpf.analysis.twins import LEAST_BYTES, TWO_SIDED
 
 # Evidence of a port that needs no other to compare with.
-ALONE = ("ceiling_gbps", "packet_seq_err")
+ALONE = (CEILING, "packet_seq_err")
 # Evidence of a machine that is late, which may have waited for another.
 LATE = "start_lag_ns"
 # Of what a machine sends or receives, the share of unseen machines from which they may be what slows it.
@@ -33,6 +34,8 @@ MUCH_UNSEEN = 0.3
 MOST_FAULTS = 2
 # Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
 WAITED = 0.7
+# A port that sends at this share of its line rate is not slow, whatever the others seem to reach.
+LINE_RATE = 0.95
 # So sure of a machine that it is late by itself, it is one cause, whatever else is slow.
 SURE = 0.84
 
@@ -54,7 +57,7 @@ def find_causes(
     those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
     """
     found, unexplained = _causes(aligned, flows, tables, signals, one_clock)
-    found = behind_ports(aligned, not_passed_on(aligned, tables.get("channels"), found))
+    found = behind_ports(aligned, not_passed_on(aligned, tables.get("channels"), found, signals))
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind, waits = _beside_unseen(aligned)
     unsure = [
@@ -111,6 +114,12 @@ def _causes(
         # Whom the network slows down makes others late, and which rank is late by itself is not known.
         late = [item if item.cause == "host" else replace(item, confidence=0.4) for item in late]
     slow, unexplained, lost_ns = find_slow(aligned, flows, asked)
+    full = [item for item in slow if _at_line_rate(item, tables["nics"])]
+    slow = [item for item in slow if item not in full]
+    unexplained = [
+        *unexplained,
+        *(f"{item.nic} of {item.node} is slower than others, at its line rate" for item in full),
+    ]
     # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
     # Where no port is named, what seems slow may have waited.
     sure = [item for item in late if item.confidence >= SURE]
@@ -137,6 +146,14 @@ def _late(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: 
     return find_hosts(ranks, one_clock, lost) or find_late(
         ranks, tables["comms"], tables.get("channels"), one_clock, lost
     )
+
+
+def _at_line_rate(item: Finding, nics: pl.DataFrame) -> bool:
+    """Whether a port that is said to send slowly sends as fast as it can."""
+    if item.scope != "nic" or item.evidence[0].metric != SENT:
+        return False
+    port = nics.filter(pl.col("node") == item.node, pl.col("nic") == item.nic)
+    return item.evidence[0].value >= LINE_RATE * float(port["link_gbps"].max() or math.inf)  # type: ignore[arg-type]
 
 
 def _beside_unseen(aligned: pl.DataFrame) -> tuple[set[str], set[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
+from pulse_bpf.analysis.capped import CEILING
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.lags import IN_PAIRS
 from pulse_bpf.analysis.twins import TWO_SIDED
@@ -17,17 +18,18 @@ Port = tuple[str, str | None]
 
 
 def not_passed_on(
-    aligned: pl.DataFrame, channels: pl.DataFrame | None, found: list[Finding]
+    aligned: pl.DataFrame, channels: pl.DataFrame | None, found: list[Finding], signals: list[Finding]
 ) -> list[Finding]:
     """`found` without ports as slow as another one whose bytes they pass on, or that passes on theirs, and that lost
-    more.
+    more; and without ports at a ceiling that do so for one that says of itself what is wrong (`signals`).
 
     A ring passes on what it gets at the speed at which it comes, and takes it no faster than it can pass it on: in
     wide bins that looks like two slow ports. Two that are really as slow as each other and follow each other in a ring
     count as one.
     """
     speed_of = {id(item): item.evidence[0].value for item in found if item.scope == "nic" and item.evidence}
-    if len(speed_of) < 2:
+    faulty = [(str(item.node), item.nic) for item in signals if item.scope == "nic"]
+    if len(speed_of) + len(faulty) < 2 or not speed_of:
         return found
     passed = _passed(aligned, channels)
 
@@ -39,10 +41,16 @@ def not_passed_on(
         alike = item.evidence[0].metric == other.evidence[0].metric and speeds[1] <= ALIKE * speeds[0]
         return alike and bool({ports, ports[::-1]} & passed)
 
+    def of_faulty(item: Finding) -> bool:
+        port = (str(item.node), item.nic)
+        capped = id(item) in speed_of and item.evidence[0].metric == CEILING
+        return capped and any({(port, other), (other, port)} & passed for other in faulty)
+
     return [
         item
         for item in found
-        if not any(one(item, other) and (item.lost_ns or 0) < (other.lost_ns or 0) for other in found)
+        if not of_faulty(item)
+        and not any(one(item, other) and (item.lost_ns or 0) < (other.lost_ns or 0) for other in found)
     ]
 
 

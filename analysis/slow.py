@@ -17,8 +17,8 @@ MIN_BUSY = 0.6
 BUSIER = 0.97
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
-# What is measured of a port that is slow in what it receives.
-RECEIVED = "rx_burst_gbps"
+# What is measured of a port that is slow in what it sends, and in what it receives.
+SENT, RECEIVED = "burst_gbps", "rx_burst_gbps"
 
 
 def find_slow(
@@ -124,7 +124,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
     busy, others_busy = _busy(bad, sided), _busy(good, sided)
     evidence = [
         Evidence(
-            RECEIVED if cause.what == "ingress" else "burst_gbps",
+            RECEIVED if cause.what == "ingress" else SENT,
             rate,
             reference,
             operators,

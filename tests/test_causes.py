@@ -291,6 +291,34 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
     assert bool(why) == (not named)
 
 
+@pytest.mark.parametrize(("gbps", "named"), [(390.6, []), (300.0, ["a"])])
+def test_a_port_that_sends_at_its_line_rate_is_not_slow_however_fast_others_seem(
+    monkeypatch: pytest.MonkeyPatch, gbps: float, named: list[str]
+) -> None:
+    for name in (
+        "find_hosts",
+        "find_late",
+        "find_loss",
+        "find_marked",
+        "find_refused",
+        "find_capped",
+        "find_held",
+        "find_inside",
+        "lags",
+    ):
+        monkeypatch.setattr(causes, name, lambda *given: [])
+    seen = [Evidence("burst_gbps", gbps, 614.2, 84, "")]
+    slow = replace(_finding("nic-slow", "nic", "a"), scope="nic", nic="mlx5_0", evidence=seen)
+    monkeypatch.setattr(causes, "find_slow", lambda *given: ([slow], [], 100))
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    port = {"node": "a", "nic": "mlx5_0", "port": 1, "link_gbps": 400.0}
+    tables["nics"] = pl.concat([tables["nics"], pl.DataFrame([port])], how="diagonal_relaxed")
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
+    found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    assert [item.node for item in found] == named
+    assert bool(why) == (not named)
+
+
 @pytest.mark.parametrize(("end", "named"), [("c", [None]), ("b", [None, "c"])])
 def test_an_end_of_a_slow_path_is_not_named_late(
     monkeypatch: pytest.MonkeyPatch, end: str, named: list[str | None]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import polars as pl
 import pytest
 
 from pulse_bpf.analysis import metrics
+from pulse_bpf.analysis.capped import CEILING
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.passing import not_passed_on
 from pulse_bpf.schema import empty
@@ -60,7 +63,20 @@ def test_a_port_that_passes_on_what_comes_slowly_is_not_named_beside_the_slow_on
     aligned, channels = ring()
     found = ports(("a", "mlx5_0", 225.6, 34), (place, "mlx5_0", gbps, 31))
     for known in (channels, channels.clear(), None):
-        assert [item.node for item in not_passed_on(aligned, known, found)] == named
+        assert [item.node for item in not_passed_on(aligned, known, found, [])] == named
+
+
+@pytest.mark.parametrize(("place", "named"), [("b", []), ("c", ["c"]), ("d", [])])
+def test_a_port_at_a_ceiling_passes_on_what_a_port_sends_that_says_what_is_wrong_with_it(
+    place: str, named: list[str]
+) -> None:
+    """The switch is kept from sending to a, whose slot lost lanes; by that nothing is told of how fast it is."""
+    aligned, channels = ring()
+    (faulty,) = ports(("a", "mlx5_0", 62.8, 34))
+    faulty = replace(faulty, kind="pcie-slow", evidence=[Evidence("paused_share", 0.55, 0.0, 1, "")])
+    (capped,) = ports((place, "mlx5_0", 62.8, 31))
+    capped = replace(capped, evidence=[Evidence(CEILING, 62.8, 398.0, 20, "")])
+    assert [item.node for item in not_passed_on(aligned, channels, [capped], [faulty])] == named
 
 
 def test_a_ring_may_leave_a_machine_by_another_nic_than_it_came() -> None:
@@ -70,14 +86,14 @@ def test_a_ring_may_leave_a_machine_by_another_nic_than_it_came() -> None:
     both = pl.concat([aligned, beside.with_columns(comm_id=pl.lit("other"))])
     also = pl.concat([channels, ring()[1].with_columns(comm_id=pl.lit("other"))])
     passes_on = ports(("a", "mlx5_1", 225.6, 34), ("b", "mlx5_1", 225.6, 31))
-    assert [item.node for item in not_passed_on(both, also, passes_on)] == ["a"]
+    assert [item.node for item in not_passed_on(both, also, passes_on, [])] == ["a"]
     own = ports(("a", "mlx5_1", 225.6, 34), ("b", "mlx5_0", 225.6, 31))
-    assert [item.node for item in not_passed_on(both, also, own)] == ["a", "b"]
+    assert [item.node for item in not_passed_on(both, also, own, [])] == ["a", "b"]
 
 
 def test_in_exchanges_in_pairs_a_rank_passes_on_what_it_gets_itself() -> None:
     aligned, _ = ring("Send")
     same = ports(("a", "mlx5_1", 225.6, 34), ("b", "mlx5_1", 225.6, 31))
-    assert [item.node for item in not_passed_on(aligned, None, same)] == ["a"]
+    assert [item.node for item in not_passed_on(aligned, None, same, [])] == ["a"]
     other = ports(("a", "mlx5_1", 225.6, 34), ("b", "mlx5_0", 225.6, 31))
-    assert [item.node for item in not_passed_on(aligned, None, other)] == ["a", "b"]
+    assert [item.node for item in not_passed_on(aligned, None, other, [])] == ["a", "b"]
