@@ -245,18 +245,32 @@ def _finding(kind: str, cause: Any, node: str) -> Finding:
     return Finding(kind, cause, "node", 0.9, 2.0, 0, 1, [], node=node, lost_ns=10)
 
 
+RULES: dict[str, Any] = {
+    **{rule: [] for rule in ("find_hosts", "find_loss", "find_marked", "find_refused", "find_capped")},
+    **{rule: [] for rule in ("find_late", "find_held", "find_inside", "lags")},
+    "find_slow": ([], [], 0),
+}
+
+
+def _found(
+    monkeypatch: pytest.MonkeyPatch, nics: pl.DataFrame | None = None, **said: Any
+) -> tuple[list[Finding], list[str]]:
+    """What is named where each rule says what is given by its name, and the others nothing."""
+    for rule, answer in (RULES | said).items():
+        monkeypatch.setattr(causes, rule, lambda *given, answer=answer: answer)
+    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
+    if nics is not None:
+        tables["nics"] = nics
+    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
+    return causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+
+
 @pytest.mark.parametrize(("ports", "late"), [(["a"], ["c"]), (["a", "b"], [])])
 def test_who_is_late_beside_two_slow_ports_waits_for_them(
     monkeypatch: pytest.MonkeyPatch, ports: list[str], late: list[str]
 ) -> None:
-    for name in ("find_hosts", "find_loss", "find_marked", "find_refused", "lags"):
-        monkeypatch.setattr(causes, name, lambda *given: [])
     capped = [_finding("nic-slow", "nic", node) for node in ports]
-    monkeypatch.setattr(causes, "find_capped", lambda *given: capped)
-    monkeypatch.setattr(causes, "find_late", lambda *given: [_finding("gpu-slow", "compute", "c")])
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
-    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
-    found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    found, why = _found(monkeypatch, find_capped=capped, find_late=[_finding("gpu-slow", "compute", "c")])
     assert [item.node for item in found] == ports + late
     assert why == []
 
@@ -268,25 +282,10 @@ def test_who_is_late_beside_two_slow_ports_waits_for_them(
 def test_who_is_surely_late_is_named_beside_what_seems_slow(
     monkeypatch: pytest.MonkeyPatch, sure: float, ports: list[str], named: list[str]
 ) -> None:
-    for name in (
-        "find_hosts",
-        "find_loss",
-        "find_marked",
-        "find_refused",
-        "find_capped",
-        "find_inside",
-        "lags",
-    ):
-        monkeypatch.setattr(causes, name, lambda *given: [])
     late = [replace(_finding("gpu-slow", "compute", "c"), confidence=sure)]
     slow = [_finding("nic-slow", "nic", node) for node in ports]
-    monkeypatch.setattr(causes, "find_late", lambda *given: late)
-    monkeypatch.setattr(
-        causes, "find_slow", lambda *given: (slow, [] if slow else ["some flows were slow"], 100)
-    )
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
-    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
-    found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    unexplained = [] if slow else ["some flows were slow"]
+    found, why = _found(monkeypatch, find_late=late, find_slow=(slow, unexplained, 100))
     assert [item.node for item in found] == named
     assert bool(why) == (not named)
 
@@ -295,26 +294,11 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
 def test_a_port_that_sends_at_its_line_rate_is_not_slow_however_fast_others_seem(
     monkeypatch: pytest.MonkeyPatch, gbps: float, named: list[str]
 ) -> None:
-    for name in (
-        "find_hosts",
-        "find_late",
-        "find_loss",
-        "find_marked",
-        "find_refused",
-        "find_capped",
-        "find_held",
-        "find_inside",
-        "lags",
-    ):
-        monkeypatch.setattr(causes, name, lambda *given: [])
     seen = [Evidence("burst_gbps", gbps, 614.2, 84, "")]
     slow = replace(_finding("nic-slow", "nic", "a"), scope="nic", nic="mlx5_0", evidence=seen)
-    monkeypatch.setattr(causes, "find_slow", lambda *given: ([slow], [], 100))
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
     port = {"node": "a", "nic": "mlx5_0", "port": 1, "link_gbps": 400.0}
-    tables["nics"] = pl.concat([tables["nics"], pl.DataFrame([port])], how="diagonal_relaxed")
-    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
-    found, why = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    nics = pl.concat([empty("nics"), pl.DataFrame([port])], how="diagonal_relaxed")
+    found, why = _found(monkeypatch, find_slow=([slow], [], 100), nics=nics)
     assert [item.node for item in found] == named
     assert bool(why) == (not named)
 
@@ -323,27 +307,14 @@ def test_a_port_that_sends_at_its_line_rate_is_not_slow_however_fast_others_seem
 def test_an_end_of_a_slow_path_is_not_named_late(
     monkeypatch: pytest.MonkeyPatch, end: str, named: list[str | None]
 ) -> None:
-    for name in (
-        "find_hosts",
-        "find_loss",
-        "find_marked",
-        "find_refused",
-        "find_capped",
-        "find_held",
-        "lags",
-    ):
-        monkeypatch.setattr(causes, name, lambda *given: [])
     path = replace(
         _finding("path-collision", "network", "a"),
         scope="network",
         node=None,
         flows=[{"node": "a", "nic": "mlx5_0", "qpn": 1, "peer_node": end, "peer_nic": "mlx5_0"}],
     )
-    monkeypatch.setattr(causes, "find_slow", lambda *given: ([path], [], 100))
-    monkeypatch.setattr(causes, "find_late", lambda *given: [_finding("gpu-slow", "compute", "c")])
-    tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
-    rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
-    found, _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    late = [_finding("gpu-slow", "compute", "c")]
+    found, _ = _found(monkeypatch, find_slow=([path], [], 100), find_late=late)
     assert [item.node for item in found] == named
 
 
