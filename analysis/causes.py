@@ -20,7 +20,7 @@ from pulse_bpf.analysis.loss import find_loss
 from pulse_bpf.analysis.marked import find_marked, pressed
 from pulse_bpf.analysis.passing import not_passed_on
 from pulse_bpf.analysis.refused import find_refused
-from pulse_bpf.analysis.signals import marks
+from pulse_bpf.analysis.signals import intervals, marks
 from pulse_bpf.analysis.slow import SENT, find_slow
 from pulse_bpf.analysis.twins import LEAST_BYTES, TWO_SIDED
 
@@ -90,7 +90,7 @@ def _causes(
     if signals or lossy:
         # What a port says of itself, or what it loses, explains what is slow and late around it.
         return lossy + capped, []
-    network = find_marked(aligned, flows, asked, tables["events"])
+    network = find_marked(aligned, flows, asked, intervals(tables))
     held = find_held(aligned, tables["nics"]) if one_clock and not network else []
     # What a machine that is slow inside takes and sends at a constant rate looks like a ceiling of the ports there.
     driven = [item for item in capped if item.scope == "nic" and no_brake(aligned, item)]

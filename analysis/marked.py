@@ -10,13 +10,14 @@ from pulse_bpf.analysis.slow import hot
 
 # So many times as long an operator is busy on a flow while its sender is asked to slow down; in so many operators.
 STRETCHED, MIN_OPERATORS = 1.15, 5
-# Operators that are usually busy for fewer bins say nothing when they are for some more, unless there are many and the
-# means are so many standard errors apart.
+# Less, or operators that are usually busy for fewer bins, say nothing unless there are many and the means are so many
+# standard errors apart.
 MIN_BINS, MANY, CERTAIN = 2, 20, 5.0
 # Of the time seen, what the operators of some port are longer by: flows of one healthy job collide now and then too.
-LEAST_OF_TIME = 0.01
-# Where more ports are marked, it is what the job itself sends at once, or many small tenants.
-MOST_PORTS = 3
+LEAST_OF_TIME = 0.005
+# Where more ports are marked, it is what the job itself sends at once, or many small tenants: of the elephants of
+# a job that are spread over the uplinks of a switch, more hardly ever share one.
+MOST_PORTS = 4
 # How many operators others must have had for their usual time to be one.
 MIN_OTHERS = 12
 # From so many on, congestion notifications to one of few ports are those of a queue that stays, where others have at
@@ -26,20 +27,27 @@ EDGE = ["node", "nic", "peer_node", "peer_nic"]
 
 
 def find_marked(
-    aligned: pl.DataFrame, flows: pl.DataFrame, marks: pl.DataFrame | None, events: pl.DataFrame
+    aligned: pl.DataFrame, flows: pl.DataFrame, marks: pl.DataFrame | None, since: pl.DataFrame
 ) -> list[Finding]:
     """The flows that a queue in the network slows down, where operators last longer while it does.
 
-    `marks` has how often each node and nic was asked to slow down, `events` when. No other port may be asked as often,
-    and no port of a machine may be full: then the queue is between switches. An operator is compared with those of
-    the same flow in which it was not asked, or, where it always is, with other flows of ports that never are.
+    `marks` has how often each node and nic was asked to slow down, `since` that in each interval between two readings
+    (signals.intervals), which all sources of traffic have. No other port may be asked as often, and no port of
+    a machine may be full: then the queue is between switches. An operator is compared with those of the same flow
+    in which it was not asked, or, where it always is, with other flows of ports that never are. Assumes that
+    a job does its work alike in all intervals: where it moves the same operators more slowly in some for another
+    reason, and is asked by chance, that counts as the network's.
     """
     if marks is None:
         return []
     ports = hot(marks)
-    asked = events.filter(pl.col("kind") == "cnp")
-    if ports.is_empty() or ports.height > MOST_PORTS or asked.is_empty():
+    if ports.is_empty() or ports.height > MOST_PORTS:
         return []
+    asked = hot(
+        since.group_by("node", "nic", "since_ns", "t_ns").agg(
+            marks=pl.col("rp_cnp_handled").sum().cast(pl.Int64)
+        )
+    )
     rows = aligned.filter(
         pl.col("level") == "flow",
         pl.col("direction") == "tx",
@@ -108,9 +116,8 @@ def _stretched(ratios: pl.DataFrame, beside: str, bins: str, least: int) -> pl.D
     ).filter(
         pl.col("times") >= MIN_OPERATORS,
         pl.col(f"{beside}_times") >= least,
-        pl.col("ratio") >= STRETCHED,
-        # Bins are coarse for short operators, and many of them tell none the less.
-        (pl.col(bins) >= MIN_BINS) | (sure & (pl.col("times") >= MANY)),
+        # Many tell none the less: of short operators, for which bins are coarse, and of small differences.
+        ((pl.col("ratio") >= STRETCHED) & (pl.col(bins) >= MIN_BINS)) | (sure & (pl.col("times") >= MANY)),
     )
 
 
@@ -126,14 +133,13 @@ def pressed(marks: pl.DataFrame | None) -> bool:
 
 
 def _asked(rows: pl.DataFrame, asked: pl.DataFrame, node: str, nic: str) -> pl.DataFrame:
-    """The `rows` that a port sends, and whether it was `asked` to slow down meanwhile."""
+    """The `rows` that a port sends, and whether they overlap an interval in which it was `asked` to slow down."""
     here = (pl.col("node") == node) & (pl.col("nic") == nic)
     own = rows.filter(here)
-    times = np.sort(asked.filter(here)["t_ns"].to_numpy())
-    within = np.searchsorted(times, own["last_byte_ns"].to_numpy()) - np.searchsorted(
-        times, own["start_ns"].to_numpy()
-    )
-    return own.with_columns(asked=pl.Series(within > 0))
+    times = asked.filter(here).sort("t_ns")
+    begun = np.searchsorted(times["since_ns"].to_numpy(), own["last_byte_ns"].to_numpy())
+    ended = np.searchsorted(times["t_ns"].to_numpy(), own["start_ns"].to_numpy(), side="right")
+    return own.with_columns(asked=pl.Series(begun > ended))
 
 
 def _finding(slow: pl.DataFrame, cost_ns: int, flows: pl.DataFrame) -> Finding:

@@ -157,14 +157,16 @@ def ring(**columns: object) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=STEP).with_columns(**columns)  # type: ignore[arg-type]
 
 
-def asked(steps: range) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Node b's sender is asked to slow down in these operators: how often, and when."""
-    marks = pl.DataFrame({"node": NODES, "nic": "mlx5_0", "marks": [0, 5 * len(steps), 0, 0]})
-    events = [
-        {"node": "b", "nic": "mlx5_0", "port": 1, "kind": "cnp", "value": 1, "t_ns": (10 * step + 1) * MS}
-        for step in steps
+def asked(steps: range, *ports: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The senders of `ports` are asked to slow down in these operators: how often, and how often in each 10 ms."""
+    rows = [
+        {"node": node, "nic": "mlx5_0", "since_ns": 10 * step * MS, "t_ns": 10 * (step + 1) * MS}
+        | {"rp_cnp_handled": 9 if node in ports and step in steps else 0}
+        for step in range(OPERATORS)
+        for node in NODES
     ]
-    return marks, pl.DataFrame(events, schema=EVENTS)
+    since = pl.DataFrame(rows)
+    return since.group_by("node", "nic").agg(marks=pl.col("rp_cnp_handled").sum()), since
 
 
 @pytest.mark.parametrize(
@@ -197,25 +199,31 @@ def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() 
         {"node": ["b", "c"], "nic": "mlx5_0", "qpn": [7, 8], "peer_node": ["c", "d"], "peer_nic": "mlx5_0"},
         schema_overrides=FLOWS,
     )
-    marks, events = asked(steps)
+    marks, since = asked(steps, "b")
     stretched = ring(last_byte_ns=pl.col("last_byte_ns") + longer, active_ns=pl.col("active_ns") + longer)
-    (item,) = find_marked(stretched, flows, marks, events)
+    (item,) = find_marked(stretched, flows, marks, since)
     assert (item.scope, item.node) == ("network", None)
     assert [(flow["node"], flow["peer_node"]) for flow in item.flows or []] == [("b", "c")]
     assert item.slowdown == pytest.approx(9 / 5)
-    assert find_marked(ring(), flows, marks, events) == []
+    assert find_marked(ring(), flows, marks, since) == []
     waiting = ring(last_byte_ns=pl.col("last_byte_ns") + longer)
-    assert find_marked(waiting, flows, marks, events) == []
-    assert find_marked(stretched, flows, None, events) == []
+    assert find_marked(waiting, flows, marks, since) == []
+    assert find_marked(stretched, flows, None, since) == []
     # Of a job that does little else flows collide now and then, and it costs nothing.
     idle = stretched.with_columns(
         pl.when(pl.col("step") == OPERATORS - 1).then(pl.col(name) + 20_000 * MS).otherwise(name).alias(name)
         for name in ("start_ns", "last_byte_ns")
     )
-    assert find_marked(idle, flows, marks, events) == []
+    assert find_marked(idle, flows, marks, since) == []
     coarse = stretched.with_columns(bin_ns=pl.lit(5 * MS))
-    assert find_marked(coarse.filter(pl.col("step") < OPERATORS // 2), flows, marks, events) == []
-    assert find_marked(coarse, flows, marks, events) != []
+    assert find_marked(coarse.filter(pl.col("step") < OPERATORS // 2), flows, marks, since) == []
+    assert find_marked(coarse, flows, marks, since) != []
+    # A little longer, but surely so.
+    little = pl.when(pl.col("step") % 3 == 0).then(MS // 4).otherwise(0)
+    slightly = ring(active_ns=pl.col("active_ns") + little)
+    (item,) = find_marked(slightly, flows, marks, since)
+    assert item.slowdown == pytest.approx(1.05)
+    assert find_marked(slightly.filter(pl.col("step") < OPERATORS // 2), flows, marks, since) == []
 
 
 def test_a_sender_that_is_always_marked_is_compared_with_those_that_never_are() -> None:
@@ -223,11 +231,11 @@ def test_a_sender_that_is_always_marked_is_compared_with_those_that_never_are() 
         {"node": ["b"], "nic": "mlx5_0", "qpn": [7], "peer_node": ["c"], "peer_nic": "mlx5_0"},
         schema_overrides=FLOWS,
     )
-    marks, events = asked(range(OPERATORS))
+    marks, since = asked(range(OPERATORS), "b")
     longer = pl.when(pl.col("node") == "b").then(3 * MS).otherwise(0)
-    (item,) = find_marked(ring(active_ns=pl.col("active_ns") + longer), flows, marks, events)
+    (item,) = find_marked(ring(active_ns=pl.col("active_ns") + longer), flows, marks, since)
     assert item.slowdown == pytest.approx(8 / 5)
-    assert find_marked(ring(), flows, marks, events) == []
+    assert find_marked(ring(), flows, marks, since) == []
 
 
 def test_the_network_is_pressed_where_few_ports_are_marked_much_and_the_others_not() -> None:
@@ -239,6 +247,25 @@ def test_the_network_is_pressed_where_few_ports_are_marked_much_and_the_others_n
     assert not pressed(counted(0, 50, 0, 0))
     assert not pressed(counted(0, 150, 40, 0))
     assert not pressed(counted(500, 500, 500, 500))
+
+
+@pytest.mark.parametrize(("ports", "named"), [(4, True), (5, False)])
+def test_as_many_ports_as_can_share_a_path_are_marked_together(ports: int, named: bool) -> None:
+    """Where more are marked, the job itself sends too much at once, or each port has a small tenant of its own."""
+    nics = [f"mlx5_{number}" for number in range(8)]
+    hot = pl.col("nic").is_in(nics[:ports]) & (pl.col("node") == "b")
+    rows = ring().join(pl.DataFrame({"nic": nics}), how="cross", suffix="_of")
+    rows = rows.with_columns(nic="nic_of", peer_nic="nic_of").drop("nic_of")
+    marks, since = asked(range(OPERATORS), "b")
+    since = since.drop("nic").join(pl.DataFrame({"nic": nics}), how="cross")
+    since = since.with_columns(pl.when(hot).then("rp_cnp_handled").otherwise(0))
+    marks = since.group_by("node", "nic").agg(marks=pl.col("rp_cnp_handled").sum())
+    longer = rows.with_columns(active_ns=pl.col("active_ns") + pl.when(hot).then(3 * MS).otherwise(0))
+    flows = pl.DataFrame(
+        {"node": "b", "nic": nics, "qpn": range(8), "peer_node": "c", "peer_nic": nics},
+        schema_overrides=FLOWS,
+    )
+    assert bool(find_marked(longer, flows, marks, since)) == named
 
 
 def _finding(kind: str, cause: Any, node: str) -> Finding:
