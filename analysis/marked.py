@@ -20,10 +20,13 @@ LEAST_OF_TIME = 0.005
 MOST_PORTS = 4
 # How many operators others must have had for their usual time to be one.
 MIN_OTHERS = 12
+# How many other communicators of the same kind tell what is usual, and how far they differ.
+MIN_TWINS = 3
 # From so many on, congestion notifications to one of few ports are those of a queue that stays, where others have at
 # most this share of them.
 MANY_MARKS, OTHERS_MARKS = 100, 0.2
 EDGE = ["node", "nic", "peer_node", "peer_nic"]
+ALIKE = ["kind", "nranks", "size"]
 
 
 def find_marked(
@@ -34,7 +37,8 @@ def find_marked(
     `marks` has how often each node and nic was asked to slow down, `since` that in each interval between two readings
     (signals.intervals), which all sources of traffic have. No other port may be asked as often, and no port of
     a machine may be full: then the queue is between switches. An operator is compared with those of the same flow
-    in which it was not asked, or, where it always is, with other flows of ports that never are. Assumes that
+    in which it was not asked, or, where it always is, with other flows of ports that never are, or with those of other
+    communicators. Assumes that
     a job does its work alike in all intervals: where it moves the same operators more slowly in some for another
     reason, and is asked by chance, that counts as the network's.
     """
@@ -62,30 +66,29 @@ def find_marked(
     parts = [
         _asked(rows, asked, node, nic) for node, nic in ports.select("node", "nic").sort("node", "nic").rows()
     ]
-    alike = ["kind", "nranks", "size"]
-    ratios = (
-        pl.concat(parts)
-        .group_by(*EDGE, *alike)
-        .agg(
-            *_mean("asked", pl.col("busy").filter("asked")),
-            *_mean("own", pl.col("busy").filter(~pl.col("asked"))),
-            bins=(pl.col("active_ns") / pl.col("bin_ns")).filter(~pl.col("asked")).mean(),
-            bytes=pl.col("bytes").filter("asked").mean(),
-            first_ns=pl.col("start_ns").filter("asked").min(),
-            last_ns=pl.col("last_byte_ns").filter("asked").max(),
-        )
+    sent = pl.concat(parts)
+    ratios = sent.group_by(*EDGE, *ALIKE).agg(
+        *_mean("asked", pl.col("busy").filter("asked")),
+        *_mean("own", pl.col("busy").filter(~pl.col("asked"))),
+        bins=(pl.col("active_ns") / pl.col("bin_ns")).filter(~pl.col("asked")).mean(),
+        bytes=pl.col("bytes").filter("asked").mean(),
+        first_ns=pl.col("start_ns").filter("asked").min(),
+        last_ns=pl.col("last_byte_ns").filter("asked").max(),
     )
     unmarked = rows.join(marks.filter(pl.col("marks") == 0), on=["node", "nic"], how="semi")
-    others = unmarked.group_by(alike).agg(
+    others = unmarked.group_by(ALIKE).agg(
         *_mean("others", pl.col("busy")), others_bins=(pl.col("active_ns") / pl.col("bin_ns")).mean()
     )
-    ratios = ratios.join(others, on=alike, how="left", nulls_equal=True)
-    beside = [("own", "bins", MIN_OPERATORS)]
+    ratios = ratios.join(others, on=ALIKE, how="left", nulls_equal=True)
+    compared = [_stretched(ratios, "asked", "own", "bins", MIN_OPERATORS)]
     if pressed(marks):
-        beside.append(("others", "others_bins", MIN_OTHERS))
-    slow = pl.concat(_stretched(ratios, *which) for which in beside)
-    # Of the two comparisons of a flow the clearer one tells.
-    slow = slow.sort("ratio", descending=True).unique([*EDGE, *alike], keep="first", maintain_order=True)
+        compared.append(_stretched(ratios, "asked", "others", "others_bins", MIN_OTHERS))
+        compared.append(
+            _stretched(_beside_twins(ratios, rows, sent), "all", "twins", "twins_bins", MIN_TWINS)
+        )
+    # Of the comparisons of a flow the clearest one tells.
+    slow = pl.concat(part.select(compared[0].columns) for part in compared)
+    slow = slow.sort("ratio", descending=True).unique([*EDGE, *ALIKE], keep="first", maintain_order=True)
     if slow.is_empty() or slow.select("node", "nic").n_unique() < ports.height:
         return []
     costs = slow.group_by("node", "nic").agg(pl.col("cost_ns").sum())
@@ -105,12 +108,38 @@ def _mean(name: str, values: pl.Expr) -> list[pl.Expr]:
     ]
 
 
-def _stretched(ratios: pl.DataFrame, beside: str, bins: str, least: int) -> pl.DataFrame:
-    """The `ratios` of which asked operators are busy for clearly longer, by byte, than those they are set `beside`."""
-    apart = pl.col("asked_mean") - pl.col(f"{beside}_mean")
-    sure = apart >= CERTAIN * (pl.col("asked_var") + pl.col(f"{beside}_var")).sqrt()
+def _beside_twins(ratios: pl.DataFrame, rows: pl.DataFrame, sent: pl.DataFrame) -> pl.DataFrame:
+    """`ratios` with what `all` flows of the asked operators do, and those of its `twins`: communicators without any.
+
+    In a ring all flows are as slow as the slowest, so that all tell how long it takes: the bins of one port that are
+    too wide to see that begin at other moments than those of the next. A communicator is one value, for it may
+    differ from others by its place in the cluster.
+    """
+    operator = ["comm_id", "step"]
+    asked = sent.filter("asked").select(*EDGE, *operator).unique()
+    inside = asked.join(rows.select(*operator, *ALIKE, "busy"), on=operator)
+    every = inside.group_by(*EDGE, *ALIKE).agg(_mean("all", pl.col("busy")))
+    apart = rows.join(sent.select("comm_id").unique(), on="comm_id", how="anti")
+    comms = apart.group_by("comm_id", *ALIKE).agg(
+        pl.col("busy").mean(), bins=(pl.col("active_ns") / pl.col("bin_ns")).mean()
+    )
+    twins = comms.group_by(ALIKE).agg(
+        pl.col("busy").mean().alias("twins_mean"),
+        pl.len().alias("twins_times"),
+        pl.col("busy").var().alias("twins_var"),
+        pl.col("bins").mean().alias("twins_bins"),
+    )
+    return ratios.join(every, on=[*EDGE, *ALIKE], how="left", nulls_equal=True).join(
+        twins, on=ALIKE, how="left", nulls_equal=True
+    )
+
+
+def _stretched(ratios: pl.DataFrame, asked: str, beside: str, bins: str, least: int) -> pl.DataFrame:
+    """The `ratios` of which `asked` operators are busy for clearly longer by byte than those they are set `beside`."""
+    apart = pl.col(f"{asked}_mean") - pl.col(f"{beside}_mean")
+    sure = apart >= CERTAIN * (pl.col(f"{asked}_var") + pl.col(f"{beside}_var")).sqrt()
     return ratios.with_columns(
-        ratio=pl.col("asked_mean") / pl.col(f"{beside}_mean"),
+        ratio=pl.col(f"{asked}_mean") / pl.col(f"{beside}_mean"),
         times=pl.col("asked_times"),
         cost_ns=apart * pl.col("bytes") * pl.col("asked_times"),
     ).filter(
