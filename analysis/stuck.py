@@ -9,6 +9,7 @@ import polars as pl
 from pulse_bpf.analysis.findings import Evidence
 from pulse_bpf.analysis.gradient import Lowest, is_ring, least_of_tree, lowest
 from pulse_bpf.analysis.silence import activity
+from pulse_bpf.analysis.trees import holding_back
 from pulse_bpf.analysis.waits import Process, Waits, direct, few_ends
 
 PROCESS = ["node", "pid"]
@@ -216,7 +217,7 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
             last = found.processes if found else []
             least += [found] if found else []
         else:
-            last = least_of_tree(members, part)
+            last = _holding_back(members, part) or least_of_tree(members, part)
         if not last:
             unclear.append(f"no rank of communicator {comm} is clearly behind the others")
         for process in part.select(PROCESS).iter_rows():
@@ -253,6 +254,17 @@ def _inside(job: pl.DataFrame, pending: pl.DataFrame) -> Root | str:
         return f"who stopped first is not to be told: it may be any of {', '.join(nodes)}"
     suspects = sorted({process for end in ends for process in end})
     return _root(job, waits, least, suspects, nodes)
+
+
+def _holding_back(members: pl.DataFrame, part: pl.DataFrame) -> list[Process]:
+    """The processes, of one node, that hold back what they got in a tree's first pending operators `part`."""
+    step = part["step"].min()
+    nics = part["edges"].explode().struct.field("nic").drop_nulls().unique().to_list()
+    nodes = [] if step is None else holding_back(members, int(step), nics)  # type: ignore[arg-type]
+    own = members.filter(
+        pl.col("level") == "flow", pl.col("node").is_in(nodes), pl.col("nic").is_in(nics), pl.col("bytes") > 0
+    )
+    return [(str(node), int(pid)) for node, pid in own.select(PROCESS).unique().sort(PROCESS).iter_rows()]
 
 
 def _whole(members: pl.DataFrame) -> bool:
