@@ -68,12 +68,14 @@ def lowest(members: pl.DataFrame) -> Lowest | None:
         return None
     low, second, third = (float(nodes["bytes"][place]) for place in range(3))
     rise = float(nodes["bytes"].max()) - low  # type: ignore[arg-type]
-    error = _difference_of_ends(members, sent, since)
+    stuck = _all_stuck(sent)
+    # What channels that go on differ by, and what is seen at their two ends, says nothing of the one that stopped.
+    apart = sent if stuck else _apart(sent)
+    error = _difference_of_ends(members, apart, since)
     if error is not None and second - low < ERRORS * error and third - low < ERRORS * error:
         return None
-    if rise < LEAST_RISE or not _rises(sent):
+    if rise < LEAST_RISE or not (_rises(sent) or _rises(_widest(apart))):
         return None
-    stuck = _all_stuck(sent)
     ends = _ends(sent, stuck)
     if not ends or (
         error is not None and second - low < ERRORS * error and len(ends) == 1 and ends[0] == nodes["node"][0]
@@ -115,11 +117,10 @@ def _ends(sent: pl.DataFrame, stuck: bool) -> list[str]:
     rise = float(nodes["bytes"].sort()[-1]) - low
     if several and stuck:
         return [least] if second - low >= MARGIN * rise else [least, str(nodes["node"][1])]
-    spread = sent.with_columns(spread=(pl.col("bytes").max() - pl.col("bytes").min()).over("nic"))
-    apart = spread.filter(pl.col("spread") >= LEVEL * pl.col("spread").max())
+    apart = _apart(sent)
     if not all(_rises(lane) for _, lane in apart.group_by("nic")):
         return _ends_of_process(apart, MARGIN * float(apart["spread"].max()))  # type: ignore[arg-type]
-    lane = apart.filter(pl.col("spread") == pl.col("spread").max()).sort("bytes", *EDGE)
+    lane = _widest(apart).sort("bytes", *EDGE)
     start, end, lowest_bytes = str(lane["node"][0]), str(lane["peer_node"][0]), float(lane["bytes"][0])
     into = lane.filter(pl.col("peer_node") == start)["bytes"]
     out = lane.filter(pl.col("node") == end)["bytes"]
@@ -132,6 +133,18 @@ def _ends(sent: pl.DataFrame, stuck: bool) -> list[str]:
     if before <= after or after >= FORWARDED * before:
         return [start]
     return [end] if after <= SLICE * before else [start, end]
+
+
+def _apart(sent: pl.DataFrame) -> pl.DataFrame:
+    """Those of `sent` on NICs on which the nodes differ, with by how much they do (`spread`)."""
+    spread = sent.with_columns(spread=(pl.col("bytes").max() - pl.col("bytes").min()).over("nic"))
+    return spread.filter(pl.col("spread") >= LEVEL * pl.col("spread").max())
+
+
+def _widest(sent: pl.DataFrame) -> pl.DataFrame:
+    """Those of `sent` on the NIC on which the nodes differ most."""
+    spread = (pl.col("bytes").max() - pl.col("bytes").min()).over("nic")
+    return sent.filter(spread == spread.max())
 
 
 def _ends_of_process(apart: pl.DataFrame, margin: float) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import polars as pl
@@ -46,22 +47,20 @@ class Waits:
         several nodes that wait on each other it is the node in all its pairs, and of a pair the one that moved nothing
         afterwards.
         """
-        found = [end for end in self._final() if self._matter(end)]
+        found = [end for end in _final(self.on) if self._matter(end)]
         proven = [end for end in found if any(on in end for _, on in self.held)]
         return [self._narrowed(end, life_ns) for end in proven or found]
 
-    def _final(self) -> list[set[Process]]:
-        """The sets of processes that reach each other and nobody else."""
-        reach: dict[Process, set[Process]] = {}
-        for start in self.on:
-            seen, todo = {start}, [start]
-            while todo:
-                for after in self.on[todo.pop()] - seen:
-                    seen.add(after)
-                    todo.append(after)
-            reach[start] = seen
-        final = [seen for start, seen in reach.items() if all(start in reach[other] for other in seen)]
-        return [set(each) for each in dict.fromkeys(frozenset(seen) for seen in final)]
+    def _last_held(self, end: set[Process]) -> set[str]:
+        """The nodes on which somebody of `end` provably waits and that provably wait, as a whole, on no other."""
+        on: dict[Process, set[Process]] = {process: set() for process in end}
+        for waiting, other in self.held:
+            if waiting in end and other in end:
+                on[waiting].add(other)
+        for process in end:
+            on[process] |= {other for other in self.on[process] & end if other[0] == process[0]}
+        held = {other for waiting, other in self.held if waiting[0] != other[0]}
+        return {node for last in _final(on) if last & held for node, _ in last}
 
     def _matter(self, end: set[Process]) -> bool:
         return any(on in end for _, on in self.held | self.starved)
@@ -75,6 +74,10 @@ class Waits:
         if not pairs:
             # Of the processes of a node those that others wait on, if they are known.
             return end
+        # Where what is not proven closes the circle, what is proven leads to where it began.
+        last = self._last_held(end)
+        if len(last) == 1:
+            return {on for _, on in pairs if on[0] in last}
         nodes = set.intersection(*({waiting[0], on[0]} for waiting, on in pairs))
         named = {process for pair in pairs for process in pair if process[0] in nodes}
         if len(nodes) == 1:
@@ -88,6 +91,20 @@ class Waits:
             still = {process for process in named if life_ns.get(process, 0) <= ALIVE_NS}
             return still if len({node for node, _ in still}) == 1 else named
         return {process for pair in pairs for process in pair}
+
+
+def _final(on: Mapping[Process, set[Process]]) -> list[set[Process]]:
+    """The sets of processes that reach each other and nobody else."""
+    reach: dict[Process, set[Process]] = {}
+    for start in on:
+        seen, todo = {start}, [start]
+        while todo:
+            for after in on[todo.pop()] - seen:
+                seen.add(after)
+                todo.append(after)
+        reach[start] = seen
+    final = [seen for start, seen in reach.items() if all(start in reach[other] for other in seen)]
+    return [set(each) for each in dict.fromkeys(frozenset(seen) for seen in final)]
 
 
 def direct(

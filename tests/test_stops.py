@@ -122,6 +122,22 @@ def test_with_several_channels_only_the_one_of_the_process_that_stopped_is_behin
     assert not found.gpu
 
 
+def test_how_channels_differ_that_go_on_says_nothing_of_the_one_that_stopped() -> None:
+    """They stand somewhere in the next operator, in no order, and what is seen at their two ends may differ."""
+    other = ring(a=81, b=93, c=110, d=80, e=92).with_columns(
+        pl.col("rank", "peer_rank") + 5, nic=pl.lit("n1"), pid=pl.col("pid") + 10
+    )
+    done = ring(a=50, b=50, c=50, d=50, e=50).with_columns(
+        pl.col("rank", "peer_rank") + 10, nic=pl.lit("n2"), pid=pl.col("pid") + 20
+    )
+    ends = done.with_columns(direction=pl.lit("rx"), node="peer_node", peer_node="node", bytes=90 * MB)
+    ends = ends.with_columns(rank="peer_rank", peer_rank="rank").cast({"bytes": pl.Int64})
+    found = lowest(pl.concat([ring(a=60, b=30, c=40, d=45, e=120), other, done, ends]))
+    assert found is not None
+    assert found.processes == [C]
+    assert lowest(pl.concat([ring(a=60, b=30, c=90, d=40, e=120), other])) is None
+
+
 def test_in_a_ring_that_changes_nics_the_process_with_the_least_in_and_out_is_named() -> None:
     """Even nodes send by n1 in one ring and by n0 in the other; d's process of n0 stopped."""
     first = ring(a=26, b=12, c=10, d=20, e=30, f=28)
@@ -221,6 +237,13 @@ def test_of_a_pair_it_is_the_one_that_moved_nothing_afterwards() -> None:
 
 def test_of_a_pair_it_is_the_one_that_holds_up() -> None:
     assert waits([(A, B)], [(B, A)]).ends({}) == [{B}]
+
+
+def test_what_is_not_proven_leads_nowhere_from_where_what_is_proven_ends() -> None:
+    """a is in most pairs, but its second process provably waits on b, and on a all others do."""
+    second = ("a", 9)
+    unproven = [(B, A), (A, D), (D, A)]
+    assert waits([(C, A), (D, A), (second, B)], unproven, {A, second}).ends({}) == [{B}]
 
 
 def test_inside_a_node_one_waits_for_the_others() -> None:
