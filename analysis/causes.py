@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import polars as pl
 
+from pulse_bpf.analysis.behind import find_behind
 from pulse_bpf.analysis.capped import CEILING, find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.held import beside, find_held, no_brake
@@ -46,17 +47,19 @@ def find_causes(
     tables: Mapping[str, pl.DataFrame],
     signals: list[Finding],
     one_clock: bool,
+    clock_error_ns: int | None,
 ) -> tuple[list[Finding], list[str]]:
     """What makes a job slow beside its `signals`, and what stands in the way of naming it.
 
-    `one_clock`: whether the times of all nodes are comparable.
+    `one_clock`: whether the times of all nodes are comparable beside their bins; each is wrong by at most
+    `clock_error_ns` (None: unknown).
 
     Each kind of evidence is looked for on its own, and what it shows by itself stands beside the others': a port that
     says of itself what is wrong, one that repeats what it sends, one with a ceiling, flows that share a queue in the
     network, a machine that comes late. The rates of flows beside each other, and silences, are told only where none of
     those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
     """
-    found, unexplained = _causes(aligned, flows, tables, signals, one_clock)
+    found, unexplained = _causes(aligned, flows, tables, signals, one_clock, clock_error_ns)
     found = behind_ports(aligned, not_passed_on(aligned, tables.get("channels"), found, signals))
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind, waits = _beside_unseen(aligned)
@@ -76,6 +79,7 @@ def _causes(
     tables: Mapping[str, pl.DataFrame],
     signals: list[Finding],
     one_clock: bool,
+    clock_error_ns: int | None,
 ) -> tuple[list[Finding], list[str]]:
     asked = marks(tables)
     faulty = {item.node for item in signals}
@@ -84,7 +88,7 @@ def _causes(
         lossy = (
             [] if signals else find_refused(aligned, tables) or find_loss(aligned, tables["events"], flows)
         )
-        late = [] if signals or lossy else _late(aligned, tables, one_clock)
+        late = [] if signals or lossy else _late(aligned, tables, one_clock, clock_error_ns)
     faulty |= {item.node for item in lossy}
     capped = [item for item in ceilings.result() if item.node not in faulty]
     if signals or lossy:
@@ -140,11 +144,15 @@ def _causes(
     return inside, [] if inside else unexplained
 
 
-def _late(aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: bool) -> list[Finding]:
+def _late(
+    aligned: pl.DataFrame, tables: Mapping[str, pl.DataFrame], one_clock: bool, clock_error_ns: int | None
+) -> list[Finding]:
     ranks = lags(aligned, one_clock)
     lost = int(tables["coverage"].filter(pl.col("nic").is_null())["lost"].sum())
-    return find_hosts(ranks, one_clock, lost) or find_late(
-        ranks, tables["comms"], tables.get("channels"), one_clock, lost
+    return (
+        find_hosts(ranks, one_clock, lost)
+        or find_late(ranks, tables["comms"], tables.get("channels"), one_clock, lost)
+        or find_behind(ranks, tables["comms"], clock_error_ns)
     )
 
 

@@ -62,7 +62,7 @@ def find_late(
     A rank may send by a neighbour's NIC and process, so that its GPU is named where `comms` and `channels` tell it.
     With `one_clock` the times of all nodes are comparable. Where calls were `lost`, once is not enough.
     """
-    window_ns = _window_ns(ranks)
+    window_ns = window_of(ranks)
     if not window_ns:
         return []
     compared = excesses(ranks, one_clock)
@@ -227,7 +227,7 @@ def _natural() -> pl.Expr:
     return pl.when("pipeline").then(0).otherwise(own.median().over(alike))
 
 
-def _window_ns(ranks: pl.DataFrame) -> int:
+def window_of(ranks: pl.DataFrame) -> int:
     first, last = ranks["call_ns"].min(), ranks["end_ns"].max()
     return int(last) - int(first) if isinstance(first, int) and isinstance(last, int) else 0
 

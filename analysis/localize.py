@@ -82,7 +82,7 @@ def localize(
     if found and not signals:
         found += find_loss(aligned, tables["events"], flows)
     else:
-        slows, unexplained = find_causes(aligned, flows, tables, signals, same)
+        slows, unexplained = find_causes(aligned, flows, tables, signals, same, clock.error_ns)
         found += slows
     if coverage["unattributed_share"] > MAX_UNATTRIBUTED or coverage["incomplete_share"] > MAX_INCOMPLETE:
         # What tells a culprit from its neighbours may be among the unknown, but of calls nothing is, and what is

@@ -166,7 +166,7 @@ def _finding(kind: str, cause: Any, node: str) -> Finding:
 
 RULES: dict[str, Any] = {
     **{rule: [] for rule in ("find_hosts", "find_loss", "find_marked", "find_refused", "find_capped")},
-    **{rule: [] for rule in ("find_late", "find_held", "find_inside", "lags")},
+    **{rule: [] for rule in ("find_late", "find_behind", "find_held", "find_inside", "lags")},
     "find_slow": ([], [], 0),
 }
 
@@ -181,7 +181,7 @@ def _found(
     if nics is not None:
         tables["nics"] = nics
     rows = pl.DataFrame(schema={**metrics.OPERATORS, "step": pl.Int64})
-    return causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True)
+    return causes.find_causes(rows, pl.DataFrame(schema=FLOWS), tables, [], True, 0)
 
 
 @pytest.mark.parametrize(("ports", "late"), [(["a"], ["c"]), (["a", "b"], [])])
@@ -262,5 +262,5 @@ def test_a_stage_is_not_surely_late_whose_neighbour_was_not_recorded(
     rows = pl.DataFrame(
         [{"level": "flow", "direction": "rx"} | row for row in made], schema=metrics.OPERATORS
     )
-    (found,), _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), {}, [], True)
+    (found,), _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), {}, [], True, 0)
     assert (found.confidence >= 0.5) == sure
