@@ -25,6 +25,11 @@ OTHERS = 0.2
 SPORADIC, FEW = 0.3, 3
 # By what part of that a late call must come after the first of the other ranks', where clocks tell.
 BEHIND = 0.5
+# Where so many ranks call on one clock, a call is also late by so many times what three quarters of them are within of
+# their median: what varies from rank to rank by the job's own doing, as computing does, does not reach that.
+MANY_RANKS, SPREADS = 16, 10.0
+# Of its calls after as long a wait, in what share a process is late so: what is late each time may wait for its GPU.
+OFTEN = 0.5
 # From this length on a late call is a pause and no wait for a CPU, whose slices are shorter.
 LONG_NS = 12_000_000
 # So far a host falls behind the others, and no further, as long as they do not all wait for it.
@@ -43,7 +48,8 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
         return []
     calls = _gaps(ranks, one_clock)
     late = calls.filter(
-        pl.col("excess_ns") > pl.max_horizontal(pl.lit(LATE_NS), LATE_SHARE * pl.col("usual_ns")),
+        pl.col("excess_ns") > LATE_NS,
+        (pl.col("excess_ns") > LATE_SHARE * pl.col("usual_ns")) | pl.col("outlying"),
         pl.col("in_step"),
         # Where the call before came early, the time between them is longer, and nobody late.
         (pl.col("behind_ns") > BEHIND * pl.col("excess_ns")) | (not one_clock),
@@ -94,7 +100,7 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
 
     `in_step`: the call before came at about the same time on all ranks, as far as clocks tell; a rank whose calls
     were matched with the wrong ones of the others is never in step. `behind_ns`: how much later than
-    the first of theirs it is.
+    the first of theirs it is. `outlying`: by itself too late to be of what varies from rank to rank.
     """
     same_process = pl.all_horizontal(pl.col(name) == pl.col(name).shift() for name in PROCESS)
 
@@ -131,7 +137,13 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
     apart = apart * pl.when(several).then(1).otherwise(2)
     calls = calls.with_columns(usual_gap_ns=usual("gap_ns"), usual_after_ns=usual("after_end_ns"))
     longer_ns = pl.col("gap_ns") - pl.col("usual_gap_ns")
-    return calls.with_columns(
+    after_end_ns = pl.col("after_end_ns") - pl.col("usual_after_ns")
+    if one_clock:
+        # What has ended everywhere before the others called has ended here before a call that is later: its bytes were
+        # taken for those of the next.
+        cut_late = pl.col("after_ring") & (pl.col("after_end_ns") < 0) & (pl.col("usual_after_ns") > 0)
+        after_end_ns = pl.when(~cut_late).then(after_end_ns)
+    calls = calls.with_columns(
         # Of the time between two calls, what a process waits for the first one's operator is none of its own, where it
         # is known or clocks tell as well. Who exchanges in pairs may also wait for what others still exchange.
         usual_ns=pl.when(
@@ -141,11 +153,25 @@ def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
         )
         .then(pl.min_horizontal("usual_gap_ns", "usual_after_ns"))
         .otherwise("usual_gap_ns"),
-        excess_ns=pl.min_horizontal(longer_ns, pl.col("after_end_ns") - pl.col("usual_after_ns")),
+        excess_ns=pl.min_horizontal(longer_ns, after_end_ns),
         in_step=(apart < pl.max_horizontal(0.5 * longer_ns, pl.lit(IN_STEP_NS)))
         if one_clock
         else pl.lit(True),
         behind_ns=pl.col("call_ns") - pl.col("call_ns").min().over("same"),
+        outlying=_outlying() if one_clock else pl.lit(False),
+    )
+    # What a process is late each time that it waited for so long it may wait for.
+    long = pl.col("usual_gap_ns") > 0.5 * pl.col("usual_gap_ns").filter("outlying").median().over(PROCESS)
+    return calls.with_columns(
+        outlying=pl.col("outlying") & (pl.col("outlying").filter(long).mean().over(PROCESS) <= OFTEN)
+    )
+
+
+def _outlying() -> pl.Expr:
+    """Whether the time since the call before is longer than that of the other ranks by many times what these differ."""
+    spread_ns = pl.col("gap_ns").quantile(0.75).over("same") - pl.col("usual_gap_ns")
+    return (pl.len().over("same") >= MANY_RANKS) & (
+        pl.col("gap_ns") - pl.col("usual_gap_ns") > SPREADS * spread_ns
     )
 
 

@@ -116,6 +116,48 @@ def test_a_call_that_comes_with_the_others_is_not_late() -> None:
     assert item.node == "c"
 
 
+def test_a_pause_after_a_long_wait_is_late_where_many_ranks_call_at_once() -> None:
+    """All wait long for what they called before, and then call at once, but for one that is late now and then."""
+    nodes = [(name, local) for name in NODES for local in range(4)]
+    rows = [
+        {
+            "node": node,
+            "pid": 10 * NODES.index(node) + local,
+            "rank": rank,
+            "place": step,
+            "program_pos": step,
+        }
+        | {"comm_id": "00-16", "kind": "AllReduce", "step": step, "team": "00-16", "pipeline": False}
+        | {"call_ns": (100 * step + (rank * step % 7) / 10) * MS, "own_end_ns": None, "covered": True}
+        for step in range(12)
+        for rank, (node, local) in enumerate(nodes)
+    ]
+    ranks = pl.DataFrame(rows, schema_overrides={"own_end_ns": pl.Int64}).cast({"call_ns": pl.Int64})
+    assert find_hosts(ranks, True, 0) == []
+    late = (pl.col("rank") == 9) & pl.col("step").is_in([4, 8])
+    paused = ranks.with_columns(call_ns=pl.col("call_ns") + pl.when(late).then(25 * MS).otherwise(0))
+    (item,) = find_hosts(paused, True, 0)
+    assert (item.kind, item.node, item.rank) == ("host-pause", "c", 9)
+    assert find_hosts(paused, False, 0) == []
+    # What is late each time may wait for its GPU; and where all differ as much, nobody is.
+    each = pl.col("rank") == 9
+    slow = ranks.with_columns(
+        call_ns=pl.col("call_ns") + pl.when(each).then(25 * MS * (pl.col("step") % 2)).otherwise(0)
+    )
+    assert find_hosts(slow, True, 0) == []
+    uneven = paused.with_columns(call_ns=pl.col("call_ns") + pl.col("rank") * pl.col("step") % 7 * MS)
+    assert find_hosts(uneven, True, 0) == []
+
+
+def test_what_ended_everywhere_before_the_others_called_is_not_waited_for() -> None:
+    """Bytes of the next operator that were taken for those of the one before hide no pause."""
+    ranks = calls({"c": {30: 40}})
+    cut_late = (pl.col("node") == "c") & (pl.col("program_pos") == 29)
+    ended = ranks.with_columns(own_end_ns=pl.col("call_ns") + pl.when(cut_late).then(46 * MS).otherwise(MS))
+    (item,) = find_hosts(ended, True, 0)
+    assert (item.kind, item.node) == ("host-pause", "c")
+
+
 def test_nobody_is_late_while_nobody_watched_the_traffic() -> None:
     ranks = calls({"c": {30: 40}})
     assert find_hosts(ranks.with_columns(covered=pl.col("program_pos") > 35), True, 0) == []
