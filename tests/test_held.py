@@ -99,6 +99,26 @@ def test_a_ring_at_the_speed_of_its_ports_is_held_up_by_nobody() -> None:
     assert named(ring(slow_inside("c"), gbps=380.0)) == []
 
 
+def test_in_short_operators_another_machine_may_seem_to_hold_up() -> None:
+    """As many short ones as long ones fit into the buffers before c, which is slow inside."""
+    long = ring(slow_inside("c"))
+    short = ring(lambda step, sender, nic: 400 * US if sender == "b" else 0, every_ns=10 * MS)
+    start_ns = pl.col("start_ns") + 5 * MS
+    short = short.with_columns(
+        start_ns=start_ns,
+        byte_mean_ns=start_ns + (pl.col("byte_mean_ns") - pl.col("start_ns")) // 8,
+        last_byte_ns=start_ns + SPAN_NS // 8,
+        end_ns=start_ns + SPAN_NS // 8,
+        bytes=pl.col("bytes") // 8,
+        step=pl.col("step") + OPERATORS,
+    )
+    assert named(pl.concat([long, short.filter(pl.col("step") % 2 == 0)])) == ["c"]
+    # Where they last as long, nothing tells which of the two it is.
+    other = ring(lambda step, sender, nic: 400 * US if sender == "f" else 0, every_ns=10 * MS)
+    times = pl.col("start_ns", "last_byte_ns", "end_ns", "byte_mean_ns") + 5 * MS
+    assert named(pl.concat([long, other.with_columns(times, step=pl.col("step") + OPERATORS)])) == []
+
+
 def test_operators_whose_two_ends_disagree_were_cut_wrongly_and_say_nothing() -> None:
     """One machine's sending side was cut an eighth of an operator too late, in all operators."""
     rows = ring(lambda step, sender, nic: 0)
