@@ -129,6 +129,12 @@ def _is_behind(aligned: pl.DataFrame, item: Finding) -> bool:
             rate.filter(theirs).mean() / usual,
         ),
     )
+    # What each peer sends to several is in the sum of its port, and what it sends to this one in its flow.
+    apart = moved.filter(pl.col("level") == "flow").group_by(OPERATOR)
+    to_it_alone = apart.agg(alone=rate.filter(theirs).mean() / usual)
+    ratios = ratios.join(to_it_alone, on=OPERATOR, how="left").with_columns(
+        pl.coalesce("into", "alone").alias("into")
+    )
     held = ratios.filter(pl.col("out") <= SLOW)
     # In a ring what comes in is as slow as what goes out, whatever the cause.
     pairs = held.filter(pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]))

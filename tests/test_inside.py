@@ -172,6 +172,33 @@ def test_a_port_that_sends_and_receives_slowly_is_held_up_by_its_machine(
     assert item.kind == ("intra-node-slow" if named[0] == "node" else "nic-slow")
 
 
+@pytest.mark.parametrize(("into", "named"), [(50.0, ("node", None)), (200.0, ("nic", "mlx5_0"))])
+def test_what_several_send_to_a_slow_port_is_told_by_their_flows_where_only_what_is_sent_is_seen(
+    into: float, named: tuple[str, str | None]
+) -> None:
+    """Each sends to two others, half of its port's rate to either; b sends slowly."""
+    rows = []
+    for step in range(OPERATORS):
+        for rank, node in enumerate(NODES):
+            peers = NODES[(rank + 1) % 4], NODES[rank - 1]
+            rates = [50.0 if node == "b" else into if peer == "b" else 200.0 for peer in peers]
+            row = {"node": node, "nic": "mlx5_0", "direction": "tx", "kind": "Group", "comm_id": "00-4"}
+            row |= {"step": step, "start_ns": step * 10 * MS}
+            rows += [
+                row | {"level": "flow", "peer_node": peer, "peer_nic": "mlx5_0", "burst_gbps": gbps}
+                for peer, gbps in zip(peers, rates, strict=True)
+            ]
+            rows.append(
+                row
+                | {"level": "nic", "peer_node": None, "peer_nic": None}
+                | {"burst_gbps": 100.0 if node == "b" else 400.0}
+            )
+    frame = pl.DataFrame(rows, schema_overrides={name: STEP[name] for name in rows[0]})
+    port = Finding("nic-slow", "nic", "nic", 0.9, 4.0, 0, 1000 * MS, [], node="b", nic="mlx5_0")
+    (item,) = behind_ports(pl.concat([pl.DataFrame(schema=STEP), frame], how="diagonal"), [port])
+    assert (item.scope, item.nic) == named
+
+
 @pytest.mark.parametrize(("other", "named"), [(100.0, ("node", None)), (390.0, ("nic", "mlx5_0"))])
 def test_a_machine_all_ports_of_which_send_slowly_in_rings_is_slow_behind_them(
     other: float, named: tuple[str, str | None]
