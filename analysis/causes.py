@@ -13,6 +13,7 @@ from pulse_bpf.analysis.behind import find_behind
 from pulse_bpf.analysis.capped import CEILING, find_capped
 from pulse_bpf.analysis.findings import Finding
 from pulse_bpf.analysis.held import beside, find_held, no_brake
+from pulse_bpf.analysis.held_ports import find_held_ports
 from pulse_bpf.analysis.hosts import find_hosts
 from pulse_bpf.analysis.inside import behind_ports, find_inside
 from pulse_bpf.analysis.lags import lags
@@ -60,7 +61,12 @@ def find_causes(
     those explains them. Nothing is certain of a machine that exchanges much with one of which nothing was seen.
     """
     found, unexplained = _causes(aligned, flows, tables, signals, one_clock, clock_error_ns)
-    found = behind_ports(aligned, not_passed_on(aligned, tables.get("channels"), found, signals))
+    kept = not_passed_on(aligned, tables.get("channels"), found, signals)
+    if len(kept) < len(found):
+        # What holds up its ring by itself passes on nothing.
+        holding = [(item.node, item.nic) for item in find_held_ports(aligned, marks(tables))]
+        kept = [item for item in found if item in kept or (item.node, item.nic) in holding]
+    found = behind_ports(aligned, kept)
     # What an unseen machine sends slowly, or takes slowly, its neighbours in a ring pass on as slowly.
     blind, waits = _beside_unseen(aligned)
     unsure = [
@@ -104,7 +110,9 @@ def _causes(
             *machine,
             *(item for item in capped if item not in driven or not beside(aligned, item, held[0])),
         ], []
-    capped = [replace(item, confidence=0.4) if item in driven else item for item in capped]
+    if not held:
+        # Beside none that is known to be slow inside, it may be beside one that is not known.
+        capped = [replace(item, confidence=0.4) if item in driven else item for item in capped]
     if capped or network:
         # Around slow flows others come late, those of a ring or of few pairs clearly less than what causes it: beside
         # a port with a ceiling, another machine's own lateness stands; of a path's flows, both ends may look late.
@@ -113,7 +121,10 @@ def _causes(
             late = []
         elif not late:
             late = held
-        return [*capped, *network, *(item for item in late if item.node not in places)], []
+        late = [item for item in late if item.node not in places]
+        if capped and not network and not late:
+            late = _further(capped, find_held_ports(aligned, asked))
+        return [*capped, *network, *late], []
     if pressed(asked):
         # Whom the network slows down makes others late, and which rank is late by itself is not known.
         late = [item if item.cause == "host" else replace(item, confidence=0.4) for item in late]
@@ -137,11 +148,20 @@ def _causes(
         places |= {flow[end] for item in slow for flow in item.flows or () for end in ("node", "peer_node")}
         slow = [*slow, *(item for item in sure if item.node not in places)]
     found = slow if slow or unexplained else late
+    if found == slow:
+        found = [*slow, *_further(slow, find_held_ports(aligned, asked))]
     if found:
         return found, unexplained
     # What flows in fits and starts through a machine that is slow inside seems slow now and then.
-    inside = find_inside(aligned) or held
+    inside = find_inside(aligned) or held or find_held_ports(aligned, asked)
     return inside, [] if inside else unexplained
+
+
+def _further(known: list[Finding], ports: list[Finding]) -> list[Finding]:
+    """Those of `ports` that hold up other rings than those of the one port that is `known`."""
+    if len(known) != 1 or known[0].scope != "nic":
+        return []
+    return [item for item in ports if item.node != known[0].node and item.nic != known[0].nic]
 
 
 def _late(

@@ -33,8 +33,8 @@ AT_CEILING = 1.1
 OPERATOR = ["comm_id", "kind", "step"]
 # Columns of the operators that are looked at.
 NEEDED = (
-    *(*OPERATOR, "level", "direction", "node", "nic", "peer_node", "bytes", "bin_ns"),
-    *("start_ns", "last_byte_ns", "end_ns", "byte_mean_ns"),
+    *(*OPERATOR, "level", "direction", "node", "nic", "peer_node", "peer_nic", "nranks", "bytes", "bin_ns"),
+    *("max_gbps", "start_ns", "last_byte_ns", "end_ns", "byte_mean_ns"),
 )
 RING = [*OPERATOR, "nic"]
 
@@ -175,51 +175,15 @@ def _pair(nodes: pl.DataFrame) -> list[str]:
 
 
 def _held(aligned: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
-    """Per slow operator and machine of a ring: `stays_ns`, by how much later what it sends moves, twice the mean of
-    the ways before and behind being the reference; `stays`, as a share of the operator; `first`, whether no other's is
-    larger; nics, peer_node, start_ns and last_byte_ns."""
+    """Per slow operator and machine of a ring: `stays_ns`, by how much later what it sends moves (`ways`); `stays`, as
+    a share of the operator; `first`, whether no other's is larger; nics, peer_node, start_ns and last_byte_ns."""
+    long = pl.col("last_byte_ns") - pl.col("start_ns") >= MIN_BINS * pl.col("bin_ns")
+    speeds = nics.select("node", "nic", "link_gbps").unique(["node", "nic"])
+    rings = ways(aligned.filter(long)).join(speeds, on=["node", "nic"], how="left")
     span_ns = pl.col("last_byte_ns") - pl.col("start_ns")
-    moved = aligned.select(NEEDED).filter(
-        pl.col("level") == "flow",
-        pl.col("step").is_not_null(),
-        pl.col("end_ns").is_not_null(),
-        pl.col("byte_mean_ns").is_not_null(),
-        ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
-        span_ns >= MIN_BINS * pl.col("bin_ns"),
-    )
-    weighted = ((pl.col("byte_mean_ns") - pl.col("start_ns").min()) * pl.col("bytes")).sum()
-    mean_ns = pl.col("start_ns").min() + weighted / pl.col("bytes").sum()
-    sent = (
-        moved.filter(pl.col("direction") == "tx")
-        .join(nics.select("node", "nic", "link_gbps").unique(["node", "nic"]), on=["node", "nic"], how="left")
-        .group_by(*RING, "node")
-        .agg(
-            pl.col("peer_node").first(),
-            pl.col("start_ns").min(),
-            pl.col("last_byte_ns", "bin_ns").max(),
-            peers=pl.col("peer_node").n_unique(),
-            sent_ns=mean_ns,
-            load=8 * pl.col("bytes").sum() / span_ns.max() / pl.col("link_gbps").max(),
-        )
-        .filter(pl.col("peers") == 1)
-    )
-    came = moved.filter(pl.col("direction") == "rx")
-    came = came.group_by(*RING, pl.col("node").alias("peer_node")).agg(came_ns=mean_ns)
-    before = sent.select(*RING, node="peer_node", before_ns="sent_ns")
-    behind = sent.select(*RING, peer_node="node", behind_ns="sent_ns")
-    agree_ns = pl.max_horizontal(AGREE_BINS * pl.col("bin_ns"), AGREE * span_ns)
-    astray = (pl.col("came_ns") - pl.col("sent_ns")).abs() > agree_ns
-    stays_ns = 2 * pl.col("sent_ns") - pl.col("before_ns") - pl.col("behind_ns")
-    rings = (
-        sent.join(came, on=[*RING, "peer_node"], how="left")
-        .filter(~astray.fill_null(False).any().over(RING))
-        .join(before, on=[*RING, "node"])
-        .join(behind, on=[*RING, "peer_node"])
-        .with_columns(stays_ns=stays_ns, stays=stays_ns / span_ns)
-        .filter(pl.col("stays").abs().max().over(RING) <= MOST)
-    )
     return (
-        rings.group_by(*OPERATOR, "node")
+        rings.with_columns(load=8 * pl.col("bytes") / span_ns / pl.col("link_gbps"))
+        .group_by(*OPERATOR, "node")
         .agg(
             pl.col("peer_node").first(),
             pl.col("start_ns").min(),
@@ -232,6 +196,54 @@ def _held(aligned: pl.DataFrame, nics: pl.DataFrame) -> pl.DataFrame:
         .filter(pl.len().over(OPERATOR) >= MIN_NODES)
         .filter(pl.col("load").median().over(OPERATOR) <= BUSY)
         .with_columns(first=pl.col("stays") == pl.col("stays").max().over(OPERATOR))
+    )
+
+
+def ways(aligned: pl.DataFrame) -> pl.DataFrame:
+    """Per operator, NIC (RING) and machine of a ring: `stays_ns`, by how much later what it sends moves on average,
+    twice the mean of the ways before and behind being the reference; `stays`, as a share of the operator; and of what
+    it sends bytes, nranks, peer_node, peer_nic, start_ns, last_byte_ns and bin_ns.
+
+    Rings whose times at both ends of a way disagree are left out, and those where more stays than buffers can hold.
+    """
+    span_ns = pl.col("last_byte_ns") - pl.col("start_ns")
+    moved = aligned.select(NEEDED).filter(
+        pl.col("level") == "flow",
+        pl.col("step").is_not_null(),
+        pl.col("end_ns").is_not_null(),
+        pl.col("byte_mean_ns").is_not_null(),
+        ~pl.col("kind").is_in([*TWO_SIDED, *IN_PAIRS]),
+    )
+    weighted = ((pl.col("byte_mean_ns") - pl.col("start_ns").min()) * pl.col("bytes")).sum()
+    mean_ns = pl.col("start_ns").min() + weighted / pl.col("bytes").sum()
+    sent = (
+        moved.filter(pl.col("direction") == "tx")
+        .group_by(*RING, "node")
+        .agg(
+            pl.col("peer_node", "peer_nic", "nranks").first(),
+            pl.col("start_ns").min(),
+            pl.col("last_byte_ns", "bin_ns").max(),
+            pl.col("bytes").sum(),
+            gbps=pl.col("max_gbps").sum(),
+            peers=pl.col("peer_node").n_unique(),
+            sent_ns=mean_ns,
+        )
+        .filter(pl.col("peers") == 1)
+    )
+    came = moved.filter(pl.col("direction") == "rx")
+    came = came.group_by(*RING, pl.col("node").alias("peer_node")).agg(came_ns=mean_ns)
+    before = sent.select(*RING, node="peer_node", before_ns="sent_ns")
+    behind = sent.select(*RING, peer_node="node", behind_ns="sent_ns")
+    agree_ns = pl.max_horizontal(AGREE_BINS * pl.col("bin_ns"), AGREE * span_ns)
+    astray = (pl.col("came_ns") - pl.col("sent_ns")).abs() > agree_ns
+    stays_ns = 2 * pl.col("sent_ns") - pl.col("before_ns") - pl.col("behind_ns")
+    return (
+        sent.join(came, on=[*RING, "peer_node"], how="left")
+        .filter(~astray.fill_null(False).any().over(RING))
+        .join(before, on=[*RING, "node"])
+        .join(behind, on=[*RING, "peer_node"])
+        .with_columns(stays_ns=stays_ns, stays=stays_ns / span_ns)
+        .filter(pl.col("stays").abs().max().over(RING) <= MOST)
     )
 
 
