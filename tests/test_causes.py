@@ -208,7 +208,8 @@ def _finding(kind: str, cause: Any, node: str) -> Finding:
 
 RULES: dict[str, Any] = {
     **{rule: [] for rule in ("find_hosts", "find_loss", "find_marked", "find_refused", "find_capped")},
-    **{rule: [] for rule in ("find_late", "find_behind", "find_held", "find_inside", "lags")},
+    **{rule: [] for rule in ("find_late", "find_behind", "find_held", "find_held_ports")},
+    **{rule: [] for rule in ("find_inside", "lags")},
     "find_slow": ([], [], 0),
 }
 
@@ -306,3 +307,42 @@ def test_a_stage_is_not_surely_late_whose_neighbour_was_not_recorded(
     )
     (found,), _ = causes.find_causes(rows, pl.DataFrame(schema=FLOWS), {}, [], True, 0)
     assert (found.confidence >= 0.5) == sure
+
+
+def _port(node: str, nic: str = "mlx5_0") -> Finding:
+    seen = [Evidence("ceiling_gbps", 200.0, 390.0, 40, "")]
+    return replace(_finding("nic-slow", "nic", node), scope="nic", nic=nic, evidence=seen)
+
+
+@pytest.mark.parametrize(
+    ("held", "named"), [([], [("a", 0.4)]), (["c"], [("a", 0.9), ("c", 0.9)]), (["a"], [("a", 0.9)])]
+)
+def test_a_ceiling_that_holds_up_nothing_is_a_ports_where_what_holds_up_all_is_known_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, held: list[str], named: list[tuple[str, float]]
+) -> None:
+    monkeypatch.setattr(causes, "no_brake", lambda *given: True)
+    monkeypatch.setattr(causes, "beside", lambda rows, port, machine: port.node == machine.node)
+    machines = [_finding("intra-node-slow", "intra-node", node) for node in held]
+    found, _ = _found(monkeypatch, find_capped=[_port("a")], find_held=machines)
+    assert [(item.node, item.confidence) for item in found] == named
+
+
+@pytest.mark.parametrize(("node", "nic"), [("b", "mlx5_1"), ("b", "mlx5_0"), ("a", "mlx5_1")])
+@pytest.mark.parametrize("known", ["find_capped", "find_slow"])
+def test_beside_a_slow_port_one_that_holds_up_another_ring_is_named(
+    monkeypatch: pytest.MonkeyPatch, known: str, node: str, nic: str
+) -> None:
+    slow = [_port("a")]
+    said = {known: slow if known == "find_capped" else (slow, [], 100), "find_held_ports": [_port(node, nic)]}
+    found, _ = _found(monkeypatch, **said)
+    assert [item.node for item in found] == (["a", "b"] if (node, nic) == ("b", "mlx5_1") else ["a"])
+
+
+@pytest.mark.parametrize(("holds", "named"), [([], ["a"]), (["b"], ["a", "b"]), (["c"], ["a"])])
+def test_a_port_that_holds_up_its_ring_itself_does_not_pass_on_what_another_sends(
+    monkeypatch: pytest.MonkeyPatch, holds: list[str], named: list[str]
+) -> None:
+    monkeypatch.setattr(causes, "not_passed_on", lambda rows, channels, found, signals: found[:1])
+    ports, holding = [_port("a"), _port("b")], [_port(node) for node in holds]
+    found, _ = _found(monkeypatch, find_capped=ports, find_held_ports=holding)
+    assert [item.node for item in found] == named
