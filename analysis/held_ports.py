@@ -9,7 +9,7 @@ import polars as pl
 from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.held import NEXT, OPERATOR, RING, ways
 from pulse_bpf.analysis.rates import DEVIATIONS, LEAST_PART, MIN_OPERATORS
-from pulse_bpf.analysis.slow import hot
+from pulse_bpf.analysis.slow import MIN_MARKS
 
 # What is measured of a port that holds up its ring.
 HELD = "port_held_up"
@@ -57,7 +57,9 @@ def find_held_ports(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[F
         pl.col("busy") >= MIN_BUSY,
     )
     if marks is not None:
-        chosen = chosen.join(hot(marks), on=PORT, how="anti")
+        # What is slow by itself fills no queue; who sends into one is asked to slow down more than others are.
+        queued = pl.col("marks") > pl.max_horizontal(pl.lit(MIN_MARKS), pl.col("marks").median())
+        chosen = chosen.join(marks.filter(queued), on=PORT, how="anti")
     chosen = chosen.sort(pl.col("excess_ns") / pl.col("error_ns"), descending=True).unique(
         PORT, keep="first", maintain_order=True
     )

@@ -89,9 +89,18 @@ def test_it_is_the_way_to_its_receiver_where_nobody_counted_what_the_network_mar
     assert (finding.scope, finding.node, finding.peer_node) == ("link", "c", "d")
 
 
-def test_whom_the_network_slows_down_is_not_named() -> None:
-    marks = pl.DataFrame({"node": [*NODES], "nic": ["mlx5_0"] * 6, "marks": [0, 0, 100, 0, 0, 0]})
-    assert named(rings(behind(PORT)), marks) == []
+@pytest.mark.parametrize(
+    ("own", "others", "slow"),
+    [(100, 0, False), (1500, 1000, False), (200, 1000, True), (5, 0, True)],
+)
+def test_who_sends_into_a_queue_is_not_named_and_who_is_marked_less_than_others_is(
+    own: int, others: int, slow: bool
+) -> None:
+    """Where ranks exchange in pairs all are marked, and who is slow by itself less."""
+    marks = pl.DataFrame(
+        {"node": [*NODES], "nic": ["mlx5_0"] * 6, "marks": [others] * 2 + [own] + [others] * 3}
+    )
+    assert named(rings(behind(PORT)), marks) == ([PORT] if slow else [])
 
 
 @pytest.mark.parametrize(
