@@ -36,6 +36,8 @@ MUCH_UNSEEN = 0.3
 MOST_FAULTS = 2
 # Of the time lost by flows that are slow for no known reason, what a late machine must have cost to be the reason.
 WAITED = 0.7
+# What a host that calls late now and then must have cost of what slow ports did, not to be beside the point.
+BESIDE = 0.1
 # A port that sends at this share of its line rate is not slow, whatever the others seem to reach.
 LINE_RATE = 0.95
 # So sure of a machine that it is late by itself, it is one cause, whatever else is slow.
@@ -135,6 +137,8 @@ def _causes(
         *unexplained,
         *(f"{item.nic} of {item.node} is slower than others, at its line rate" for item in full),
     ]
+    if slow:
+        late = [item for item in late if item.cause != "host" or int(item.lost_ns or 0) >= BESIDE * lost_ns]
     # Around a slow port others come late, and what a late machine sends is slow: what costs more is the cause.
     # Where no port is named, what seems slow may have waited.
     sure = [item for item in late if item.confidence >= SURE]

@@ -36,6 +36,8 @@ NEEDED = tuple(
 )
 # Evidence of a port beside itself.
 ITSELF = "stretched"
+# So long a NIC repeats, by what NCCL asks of it (NCCL_IB_TIMEOUT 20, 4.3 s, NCCL_IB_RETRY_CNT 7), before it gives up.
+REPEATING_NS = 30_000_000_000
 # Less sure than this is not said to be so.
 MIN_CONFIDENCE = 0.5
 
@@ -80,7 +82,8 @@ def localize(
     found = [*(item for item in stops.findings if item.kind != "hang" or not port), *signals]
     unexplained: list[str] = []
     if found and not signals:
-        found += find_loss(aligned, tables["events"], flows)
+        lossy = find_loss(aligned, tables["events"], flows)
+        found = [item for item in found if not (lossy and item.kind == "hang" and _repeating(item))] + lossy
     else:
         slows, unexplained = find_causes(aligned, flows, tables, signals, same, clock.error_ns)
         found += slows
@@ -117,6 +120,11 @@ def localize(
         within = [ns for ns in iteration.boundaries_ns if window[0] <= ns <= window[1]]
         iteration = replace(iteration, boundaries_ns=within)
     return Findings(verdict, window, sure, groups, coverage, missing, iteration)
+
+
+def _repeating(stop: Finding) -> bool:
+    """Whether a job stands still no longer than one that only waits for what was lost to be repeated."""
+    return stop.lost_ns is not None and stop.lost_ns < REPEATING_NS
 
 
 def _layout(operators: pl.DataFrame, comms: pl.DataFrame) -> tuple[Iteration | None, list[Group]]:

@@ -11,6 +11,8 @@ from pulse_bpf.analysis.findings import Evidence, Finding
 LOSSY_SHARE, OVER_OTHERS = 0.001, 10.0
 # One incident, such as a pause that lets timers run out, proves nothing: so many operators of a port must hold repeats.
 MIN_HIT = 5
+# As often as on the lossy flows, one without repeats would have been hit so many times, or it is without by chance.
+BY_CHANCE = 3.0
 
 
 def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFrame) -> list[Finding]:
@@ -69,7 +71,8 @@ def find_loss(aligned: pl.DataFrame, events: pl.DataFrame, flow_ends: pl.DataFra
     usual = float(totals.select(pl.col("share").median()).item() or 0.0)
     often = pl.max_horizontal(f"hit_{SRC[0]}", f"hit_{DST[0]}") >= MIN_HIT
     lossy = (pl.col("share") >= max(LOSSY_SHARE, OVER_OTHERS * usual)) & often
-    cells = totals.with_columns(
+    hits = pl.col("bytes") * pl.col("hit").filter(lossy).sum() / pl.col("bytes").filter(lossy).sum()
+    cells = totals.filter(lossy | (pl.col("hit") > 0) | (hits >= BY_CHANCE)).with_columns(
         weight=pl.when(lossy).then("share").otherwise(0.0),
         at_src=pl.lit(None, pl.Boolean),
         at_dst=pl.lit(None, pl.Boolean),

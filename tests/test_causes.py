@@ -202,6 +202,26 @@ def test_rare_repeats_on_all_flows_of_a_port_are_its_loss(hit: dict[str, set[int
     assert [(item.kind, item.scope, item.node) for item in found] == [("lossy-link", "nic", "a")] * named
 
 
+@pytest.mark.parametrize(("mb", "scope"), [(0.1, "nic"), (10.0, "link")])
+def test_a_flow_too_small_to_be_hit_by_loss_does_not_clear_its_port(mb: float, scope: str) -> None:
+    """What "a" sends to "b" and "c" is lost now and then; of what it sends to "d", nothing was."""
+    hit = {("a", "b"): 12, ("a", "c"): 1 if scope == "nic" else 0}
+    sizes = {("a", "b"): 10.0, ("a", "c"): 1.0, ("a", "d"): mb}
+    rows = [
+        {"node": source, "nic": "x", "peer_node": target, "peer_nic": "x", "direction": "tx", "level": "flow"}
+        | {"call_ns": step * MS, "start_ns": step * MS, "last_byte_ns": step * MS + 1}
+        | {"bytes": int(sizes.get((source, target), 1.0) * 1e6) // 20}
+        | {"retx_bytes": 100_000 if step < hit.get((source, target), 0) else 0}
+        for source in NODES
+        for target in NODES
+        if target != source
+        for step in range(20)
+    ]
+    ends = pl.DataFrame(schema={name: FLOWS[name] for name in FLOWS})
+    (found,) = find_loss(pl.DataFrame(rows, schema_overrides=STEP), pl.DataFrame(schema=EVENTS), ends)
+    assert (found.scope, found.node) == (scope, "a")
+
+
 def _finding(kind: str, cause: Any, node: str) -> Finding:
     return Finding(kind, cause, "node", 0.9, 2.0, 0, 1, [], node=node, lost_ns=10)
 
@@ -250,6 +270,17 @@ def test_who_is_surely_late_is_named_beside_what_seems_slow(
     found, why = _found(monkeypatch, find_late=late, find_slow=(slow, unexplained, 100))
     assert [item.node for item in found] == named
     assert bool(why) == (not named)
+
+
+@pytest.mark.parametrize(("lost_ns", "named"), [(9, ["a"]), (11, ["c"])])
+def test_calls_that_are_late_now_and_then_beside_a_port_that_costs_far_more_name_no_host(
+    monkeypatch: pytest.MonkeyPatch, lost_ns: int, named: list[str]
+) -> None:
+    """A process of a busy machine comes late to a few calls, whatever else is wrong."""
+    late = [replace(_finding("host-pause", "host", "c"), lost_ns=lost_ns)]
+    slow = [_finding("nic-slow", "nic", "a")]
+    found, _ = _found(monkeypatch, find_hosts=late, find_slow=(slow, [], 100))
+    assert [item.node for item in found] == named
 
 
 @pytest.mark.parametrize(("gbps", "named"), [(390.6, []), (300.0, ["a"])])

@@ -19,6 +19,7 @@ from pulse_bpf.analysis.findings import Evidence, Finding
 from pulse_bpf.analysis.load import Recording, load
 from pulse_bpf.analysis.localize import localize
 from pulse_bpf.analysis.seen import coverage_of
+from pulse_bpf.analysis.stops import Stop
 from pulse_bpf.analysis.text import explain, render
 from pulse_bpf.lab.sim.simulate import simulate
 from pulse_bpf.schema import empty
@@ -134,6 +135,18 @@ def test_loss_on_a_host_and_on_one_of_its_links() -> None:
     link = verdict(played(Fault("loss", 2, 0.03, peer=3)))
     assert accused(link) == [("link", "node2", "node3")]
     assert {host.findings[0].kind, link.findings[0].kind} == {"lossy-link"}
+
+
+@pytest.mark.parametrize(("silent_s", "named"), [(4, ["lossy-link"]), (40, ["hang", "lossy-link"])])
+def test_a_job_that_waits_for_what_is_sent_again_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, silent_s: int, named: list[str]
+) -> None:
+    """A timer of the NIC runs for seconds, and longer than it repeats it sends nothing."""
+    hang = Finding("hang", "stop", "node", 0.95, 0.0, 0, 1, [], node="node0", lost_ns=silent_s * 10**9)
+    module = import_module("pulse_bpf.analysis.localize")
+    monkeypatch.setattr(module, "find_stops", lambda *_: Stop([hang], []))
+    findings = verdict(played(Fault("loss", 2, 0.02)))
+    assert sorted(item.kind for item in findings.findings) == named
 
 
 def test_a_late_rank_is_a_node_with_a_cause_and_no_slow_nic() -> None:
