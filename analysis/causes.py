@@ -177,6 +177,7 @@ def _late(
         find_hosts(ranks, one_clock, lost)
         or find_late(ranks, tables["comms"], tables.get("channels"), one_clock, lost)
         or find_behind(ranks, tables["comms"], clock_error_ns)
+        or find_hosts(ranks, one_clock, lost, often=True)
     )
 
 

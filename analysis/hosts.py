@@ -21,8 +21,9 @@ MIN_TIMES, PAUSE_NS, LEAST_OF_TIME, ONCE, MOST_OF_TIME = 2, 8_000_000, 0.005, 0.
 SINGLE, SINGLE_BLIND = 0.7, 3.0
 # What another machine's late calls may cost at most, beside those of the one that is named.
 OTHERS = 0.2
-# Late in more of its calls than this, and than so many, it may as well wait for its GPU.
-SPORADIC, FEW = 0.3, 3
+# Late in more of its calls than this, and than so many, it may as well wait for its GPU: then all of them together are
+# at least this share of the time seen, and what is said of the host is no surer than this.
+SPORADIC, FEW, LEAST_OFTEN, UNSURE = 0.3, 3, 0.03, 0.75
 # By what part of that a late call must come after the first of the other ranks', where clocks tell.
 BEHIND = 0.5
 # Where so many ranks call on one clock, a call is also late by so many times what three quarters of them are within of
@@ -36,13 +37,14 @@ LONG_NS = 12_000_000
 IN_STEP_NS = 30_000_000
 
 
-def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]:
-    """The machine whose processes call late, by `ranks` (late.lags), now and then.
+def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int, often: bool = False) -> list[Finding]:
+    """The machine whose processes call late, by `ranks` (late.lags), now and then, or only those that do so `often`.
 
     The time from one call of a process to its next is compared with that of the other ranks at the same operator, each
     on its own clock. All ranks wait for a late one sooner or later, but at another call. A process may wait in its call
     for the operator to end: so long it is not late, and where nobody watched the traffic nothing is said; neither
-    where calls were `lost`, which look like waits.
+    where calls were `lost`, which look like waits. What calls late often has a host or a GPU that is slow: which of
+    them is not known, but the machine is.
     """
     if lost:
         return []
@@ -89,10 +91,11 @@ def find_hosts(ranks: pl.DataFrame, one_clock: bool, lost: int) -> list[Finding]
         or (times < MIN_TIMES and worst["cost_ns"] < ONCE * window_ns)
         or worst["cost_ns"] > MOST_OF_TIME * window_ns
         or elsewhere > OTHERS * worst["cost_ns"]
-        or worst["times"] > max(FEW, SPORADIC * worst["calls"])
+        or (worst["times"] > max(FEW, SPORADIC * worst["calls"])) != often
+        or (often and cost_ns < LEAST_OFTEN * window_ns)
     ):
         return []
-    return [_finding(worst, costs, calls, window_ns)]
+    return [_finding(worst, costs, calls, window_ns, UNSURE if often else 0.95)]
 
 
 def _gaps(ranks: pl.DataFrame, one_clock: bool) -> pl.DataFrame:
@@ -175,7 +178,10 @@ def _outlying() -> pl.Expr:
     )
 
 
-def _finding(worst: dict[str, Any], costs: pl.DataFrame, calls: pl.DataFrame, window_ns: int) -> Finding:
+def _finding(
+    worst: dict[str, Any], costs: pl.DataFrame, calls: pl.DataFrame, window_ns: int, most: float
+) -> Finding:
+    """`most`: how sure of it one may be."""
     here = costs.filter(pl.col("node") == worst["node"])
     one = here.height == 1 or worst["cost_ns"] >= 2 * float(here["cost_ns"][1])
     pause = worst["median_ns"] >= LONG_NS
@@ -191,7 +197,7 @@ def _finding(worst: dict[str, Any], costs: pl.DataFrame, calls: pl.DataFrame, wi
         kind="host-pause" if pause else "host-cpu",
         cause="host",
         scope="node",
-        confidence=round(min(0.95, 0.7 + 0.05 * worst["times"]), 3),
+        confidence=round(min(most, 0.7 + 0.05 * worst["times"]), 3),
         slowdown=round(window_ns / max(1.0, window_ns - worst["cost_ns"]), 3),
         first_ns=int(worst["first_ns"]),
         last_ns=int(worst["last_ns"]),

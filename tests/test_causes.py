@@ -62,6 +62,15 @@ def test_the_host_that_calls_late_now_and_then_is_named(late: dict[int, int], ki
     assert find_hosts(ranks, True, lost=1) == []
 
 
+def test_who_calls_late_often_is_named_where_nothing_else_is() -> None:
+    """A process that shares its CPUs all the time looks like one that waits for a slow GPU, on the same machine."""
+    every = calls({"c": {step: 4 for step in range(OPERATORS) if step % 20 < 7}})
+    assert find_hosts(every, True, 0) == []
+    (item,) = find_hosts(every, True, 0, often=True)
+    assert (item.scope, item.node, item.confidence) == ("node", "c", 0.75)
+    assert find_hosts(calls({"c": {5: 4, 27: 6, 44: 3}}), True, 0, often=True) == []
+
+
 def test_few_late_calls_of_several_processes_name_their_machine() -> None:
     """Its processes are late once each; so little of the time that it hardly matters is not said."""
     ranks = calls({"c": {20: 5}})
@@ -239,7 +248,7 @@ def _found(
 ) -> tuple[list[Finding], list[str]]:
     """What is named where each rule says what is given by its name, and the others nothing."""
     for rule, answer in (RULES | said).items():
-        monkeypatch.setattr(causes, rule, lambda *given, answer=answer: answer)
+        monkeypatch.setattr(causes, rule, lambda *given, answer=answer, **how: answer)
     tables = {name: empty(name) for name in ("port_counters", "coverage", "events", "comms", "nics")}
     if nics is not None:
         tables["nics"] = nics
