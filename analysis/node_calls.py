@@ -38,14 +38,15 @@ def match_calls(
     The `members` between two of `comm` are the processes on one communicator, calls [begin, end) those of each, in the
     order of `step`, and `row` is where a call is in `call_ns` and the arrays after it. Two calls are one operator where
     their steps are the same, up to one of SHIFTS, and `alike` is, and the shift of two processes is that by which most
-    calls fit, or nearly so many, closest in time. It is settled in `shifts` [process, member] with the first that fit.
+    calls fit, or nearly so many, closest in time on average: of calls that follow each other at once, those tell that
+    are made after a pause. It is settled in `shifts` [process, member] with the first that fit.
 
     A call is not `complete` while another process may still make it, whose `last` step lies before. `others_ns` is
     lowered to the first call of others that a process has not made.
     """
     longest = max((end - begin).max(), 1) if len(begin) else 1
     here, there, apart_ns = np.empty(longest, np.int64), np.empty(longest, np.int64), np.empty(longest)
-    fitting, median_ns = np.empty(len(SHIFTS), np.int64), np.empty(len(SHIFTS))
+    fitting, mean_ns = np.empty(len(SHIFTS), np.int64), np.empty(len(SHIFTS))
     for first in range(len(comm) - 1):
         for one in members[comm[first] : comm[first + 1]]:
             for place in range(comm[first + 1] - comm[first]):
@@ -58,11 +59,11 @@ def match_calls(
                         for pair in range(count):
                             apart_ns[pair] = abs(call_ns[row[there[pair]]] - call_ns[row[here[pair]]])
                         fitting[number] = count
-                        median_ns[number] = np.median(apart_ns[:count]) if count else np.inf
+                        mean_ns[number] = np.mean(apart_ns[:count]) if count else np.inf
                     best = -1
                     for number in range(len(SHIFTS)):
                         enough = fitting[number] > 0 and fitting[number] >= MOSTLY * fitting.max()
-                        if enough and (best < 0 or median_ns[number] < median_ns[best]):
+                        if enough and (best < 0 or mean_ns[number] < mean_ns[best]):
                             best = number
                     if best >= 0:
                         shifts[one, place] = SHIFTS[best]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import polars as pl
 import pytest
 import recordings
@@ -9,6 +10,7 @@ from recordings import BIN_NS, T0_NS, Fault, Job
 
 from pulse_bpf.analysis import callers, measure, program, segment, stream, unsettled
 from pulse_bpf.analysis.load import Recording
+from pulse_bpf.analysis.pairing import FOREVER
 from pulse_bpf.analysis.segment import _shares
 
 
@@ -214,3 +216,27 @@ def test_queue_pairs_of_a_tree_are_no_channels_of_the_ring_beside_it() -> None:
     assert shares([4_258_394_103, 4_255_910_703, 4_249_390_080, 4_253_584_384], [3, 2, 2, 2]) == [0.25] * 4
     assert shares([2_000_100, 1_000_000], [2, 1]) == pytest.approx([2 / 3, 1 / 3], abs=1e-12)
     assert shares([1_900_000, 1_000_000], [1, 1]) == pytest.approx([1.9 / 2.9, 1 / 2.9])
+
+
+def test_calls_of_two_processes_that_run_ahead_are_matched_by_those_after_a_pause() -> None:
+    """Twenty calls in a row are closer to each other than the two processes are, whichever are compared."""
+    steps = np.arange(60)
+    ahead_ns = steps // 20 * 100_000_000 + steps % 20 * 12_000
+    rows = [
+        {"pid": pid, "op": 60 * pid + step, "op_seq": step, "call_ns": int(ahead_ns[step]) + 13_000 * pid}
+        for pid in (0, 1)
+        for step in steps
+    ]
+    common = {
+        "node": "a",
+        "comm_id": "c",
+        "kind": "AllReduce",
+        "op_bytes": 1 << 20,
+        "nranks": 8,
+        "root": None,
+    }
+    operators = pl.DataFrame([row | common | {"counts": True} for row in rows])
+    known = pl.DataFrame({"node": ["a", "a"], "pid": [0, 1], "comm_id": ["c", "c"]})
+    held = pl.DataFrame(schema={"node": pl.String, "pid": pl.Int64, "held_ns": pl.Int64})
+    listed = callers.Callers(known).add(operators, FOREVER, held)
+    assert (listed["last_call_ns"] - listed["first_call_ns"]).unique().to_list() == [13_000]
