@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Flags, Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
-from pulse_bpf.analysis.rough import EXACT, LINE_BYTES, astray, exact_hits, rough
-from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, best_track
+from pulse_bpf.analysis.rough import EXACT, LINE_BYTES, exact_hits, rough
+from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, astray, best_track
 from pulse_bpf.analysis.walk import PACED_TOLERANCE
 from pulse_bpf.analysis.walk_state import NEVER
 
@@ -21,6 +21,9 @@ from pulse_bpf.analysis.walk_state import NEVER
 EXACT_SHARE = 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
+# A direct transfer of which the volume is certain moves up to so many times that. NCCL sends only what is small by
+# another protocol than Simple (NCCL_P2P_LL_THRESHOLD in src/enqueue.cc: 16 KiB a channel, of 64 at most).
+LEAST_CERTAIN, MOST_CERTAIN, MOST_SIMPLE, SIMPLE_BYTES = 0.9, 2.2, 1.5, 1 << 20
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
 # How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
@@ -141,7 +144,7 @@ def _learn(
     for number in np.unique(kind[:-1][usable]):
         chosen = usable & (kind[:-1] == number)
         middle = float(np.median(ratio[chosen]))
-        least, most = (0.9, 2.2) if certain[:-1][chosen].any() else (LEAST_FACTOR, MOST_FACTOR)
+        least, most = _bounds(volume[:-1][chosen], certain[:-1][chosen])
         # Of what runs far ahead, hardly a bin is carried between two calls, whatever the volume.
         if not least <= middle <= most or middle * np.median(volume[:-1][chosen]) < LEAST_BINS * bin_bytes:
             continue
@@ -154,6 +157,13 @@ def _learn(
     return (factor if paced else np.ones(len(volume))), paced
 
 
+def _bounds(volume: Floats, certain: Flags) -> tuple[float, float]:
+    """Between which multiples of the `volume` operators of one kind move."""
+    if not certain.any():
+        return LEAST_FACTOR, MOST_FACTOR
+    return LEAST_CERTAIN, MOST_SIMPLE if volume[certain].min() > SIMPLE_BYTES else MOST_CERTAIN
+
+
 def _fit(
     curve: Curve, volume: Floats, kind: NDArray[Any], certain: Flags, apart: Longs
 ) -> tuple[Floats, Track]:
@@ -163,10 +173,11 @@ def _fit(
     """
     factors = _factors(curve, volume)
     if certain.all():
-        factors = factors[(factors >= 0.9) & (factors <= 2.2)]
+        least, most = _bounds(volume, certain)
+        factors = factors[(factors >= least) & (factors <= most)]
     best = best_track(curve, volume, factors)
     expected = volume * best[0]
-    best, expected = _by_kind(curve, kind, expected, best)
+    best, expected = _by_kind(curve, kind, expected, best, certain & (volume > SIMPLE_BYTES))
     expected, seen = _alone(curve, best[1], kind, expected, apart)
     if seen.any():
         best = best_track(curve, expected, np.ones(1))
@@ -249,14 +260,14 @@ def _alone(
 
 
 def _by_kind(
-    curve: Curve, kind: NDArray[Any], expected: Floats, best: tuple[float, Track]
+    curve: Curve, kind: NDArray[Any], expected: Floats, best: tuple[float, Track], simple: Flags
 ) -> tuple[tuple[float, Track], Floats]:
-    """Tries another protocol for each kind of which little ends in silences."""
+    """Tries another protocol for each kind of which little ends in silences, but for what is `simple` for certain."""
     numbers = np.unique(kind)
     order = np.argsort([-expected[kind == number].sum() for number in numbers])
     for number in numbers[order][:MAX_KINDS]:
         here = kind == number
-        if best[1].snapped[here].mean() >= 0.5 or expected[here].max() <= LINES:
+        if best[1].snapped[here].mean() >= 0.5 or expected[here].max() <= LINES or simple[here].all():
             continue
         for factor in (PROTOCOLS[1], 1 / PROTOCOLS[1], PROTOCOLS[2], 1 / PROTOCOLS[2]):
             changed = np.where(here, expected * factor, expected)

@@ -8,7 +8,7 @@ import numpy as np
 
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Flags, Floats, Longs
-from pulse_bpf.analysis.ends import LINES, drawn, resumed
+from pulse_bpf.analysis.ends import INEXACT, LINES, drawn, resumed
 
 # Simple, LL128 (120 of 128 bytes are data) and LL (8 of 16).
 PROTOCOLS = (1.0, 128 / 120, 2.0)
@@ -17,6 +17,8 @@ PROTOCOLS = (1.0, 128 / 120, 2.0)
 LEARNED_MARGIN, PROTOCOL_MARGIN, CHOSEN_HITS = 0.1, 0.02, 2
 # Ends of operators in silences, of those that should be, from which another offset than the calls' is believed.
 SURE_HITS, CLEARLY_BETTER = 0.8, 0.2
+# So many times that operators end just where the host has waited for them are no chance.
+SURE_WAITS = 2
 # How many offsets are tried for each multiple, fewer once the offset is about known.
 MAX_OFFSETS, FEW_OFFSETS = 96, 16
 
@@ -78,7 +80,8 @@ def best_track(curve: Curve, volume: Floats, factors: Floats, offset: float = -1
         if value > best_value:
             best, best_value = trial, value
     factor, track = chosen[best], _track(curve, volume, offsets[best], chosen[best])
-    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset >= 0:
+    about = astray(curve, track) <= INEXACT * factor * volume.max()
+    if track.score >= SURE_HITS or on_time[best] >= 0.5 or offset >= 0 or about:
         return factor, track
     # Nothing waits: bytes of earlier, unseen calls may precede the first operator.
     earliest = np.max(curve.low - factor * position)
@@ -94,6 +97,18 @@ def best_track(curve: Curve, volume: Floats, factors: Floats, offset: float = -1
         if enough and scores[number] >= max(SURE_HITS, track.score + CLEARLY_BETTER):
             track = _track(curve, volume, moved[number], factor)
     return factor, track
+
+
+@compiled
+def astray(curve: Curve, track: Track) -> float:
+    """How far, at most, operators end from the calls after them for which the host waited, in bytes; infinite where
+    these are too few to tell."""
+    waits, most = 0, 0.0
+    for index in range(1, len(curve.low)):
+        if curve.waited[index]:
+            waits += 1
+            most = max(most, abs(track.ends[index - 1] - curve.low[index]))
+    return most if waits >= SURE_WAITS else np.inf
 
 
 @compiled

@@ -66,6 +66,32 @@ def test_volumes_that_are_exact_stay() -> None:
     assert learned.expected == pytest.approx(1e7)
 
 
+def test_silences_inside_of_operators_are_no_ends_where_the_host_waits_for_just_their_volumes() -> None:
+    """Each operator sends what buffers hold at once, then waits for a late rank: silences are there, not at its end."""
+    operators, bins = np.arange(24), 100
+    buffered = 5 + 3 * (operators[:, None] * 7 % 8)
+    paused_us = 60 * (operators + 1) + 300 * (operators // 4)
+    within = np.arange(bins)
+    t_us = (
+        operators[:, None] * bins
+        + within
+        + np.where(within < buffered, paused_us[:, None] - 60, paused_us[:, None])
+    )
+    total = np.cumsum(np.full(t_us.size, 100_000))
+    waits_us = t_us[operators % 4 == 0, 0] - 10
+    call_ns = np.repeat(waits_us, 4) * BIN_NS + operators % 4
+    learned = _learn(t_us.ravel() * BIN_NS, total, call_ns)
+    assert not learned.inexact
+    assert learned.at == 0
+    assert learned.expected == pytest.approx(1e7)
+
+
+def test_of_large_direct_transfers_two_are_not_taken_for_one() -> None:
+    """What is counted late for one operator is counted for the next, so that only two together are exact."""
+    learned = _learn(*_job(np.tile([0.06, -0.06], 12)))
+    assert learned.expected == pytest.approx(1e7, rel=0.05)
+
+
 def _learn(t_ns: Longs, total: Longs, call_ns: Longs) -> Learned:
     kind, certain = np.zeros(len(call_ns), np.int64), np.ones(len(call_ns), np.bool_)
     return learn(
