@@ -14,8 +14,8 @@ from pulse_bpf.schema import I64
 
 # What is compared: one operator of a communicator.
 OPERATOR = ["comm_id", "step"]
-# An operator tells where the middle half of its ranks send as much as each other: who has more to send may have had
-# more to compute before.
+# An operator tells where the middle half of its ranks send as much as each other, and of those that do: who has more to
+# send may have had more to compute before, or what it sends was cut into operators wrongly.
 EQUAL = 1.05
 # Nobody ends an exchange before its last partner has come, but for so many bins.
 EARLY_BINS = 2
@@ -66,8 +66,10 @@ def _behind(ranks: pl.DataFrame, apart_ns: int) -> pl.DataFrame:
         ~pl.col("pipeline"),
         *(pl.col(name).is_not_null() for name in OPERATOR),
     ).filter(even)
+    middle = sent.median().over(OPERATOR)
     here = here.with_columns(
-        since_ns=pl.col("entry_ns") - pl.col("entry_ns").shift().over(*PROCESS, "comm_id")
+        since_ns=pl.col("entry_ns") - pl.col("entry_ns").shift().over(*PROCESS, "comm_id"),
+        like_others=sent.is_between(middle / EQUAL, EQUAL * middle),
     )
     named = here.filter(pl.col("kind") == "Group").explode("partners").drop_nulls("partners")
     pairs = named.select(*OPERATOR, "rank", other="partners")
@@ -98,7 +100,7 @@ def _behind(ranks: pl.DataFrame, apart_ns: int) -> pl.DataFrame:
         soonest_ns=pl.col("own_end_ns").min().over(OPERATOR),
     )
     both = pl.concat([groups, every.select(groups.columns)])
-    both = both.filter(pl.col("partners") > 1, "known", pl.col("lag_ns").is_not_null())
+    both = both.filter(pl.col("partners") > 1, "known", "like_others", pl.col("lag_ns").is_not_null())
     founded = pl.col("entry_ns") <= pl.col("soonest_ns") + EARLY_BINS * pl.col("bin_ns") + apart_ns
     return both.with_columns(
         # A rank that comes when others have ended was taken for another operator's: that it is late is not so.

@@ -26,8 +26,10 @@ FIRST, NEXT = 0.75, 0.6
 ALIKE = 0.6
 # When bytes were sent and when they came may differ by so many bins, or by so much of the operator.
 AGREE_BINS, AGREE = 2.0, 0.02
+# What comes from the machine that holds up a ring passes the next one at once: this share of what stays may stay there.
+PASSED_ON = 0.1
 # A port whose ceiling is so much above what the other ports of its operators do on average holds up none of them.
-ABOVE = 1.2
+ABOVE = 1.08
 # Bytes in an operator may move faster than a ceiling by so much where some of them were counted with another.
 AT_CEILING = 1.1
 OPERATOR = ["comm_id", "kind", "step"]
@@ -87,11 +89,13 @@ def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
     in_time = float(seen.select(span_ns.sum()).item() / lasting.select(span_ns.sum()).item())
     share = max(times / operators, in_time)
     next_stays = float(others["stays"].max() or 0.0)  # type: ignore[arg-type]
+    behind = nodes.filter(pl.col("node") == nodes.filter(pl.col("node") == node)["peer_node"][0])["stays"]
     if (
         operators < MIN_OPERATORS
         or share < FIRST
         or not top["stays"] >= LEAST
         or next_stays > NEXT * top["stays"]
+        or float(behind.max() or 0.0) > PASSED_ON * top["stays"]  # type: ignore[arg-type]
         or held.filter(pl.col("node") == top["node"], "first")["nics"].explode().n_unique() < MIN_NICS
         or not _lasts(seen["start_ns"], aligned)
     ):

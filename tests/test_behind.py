@@ -133,3 +133,7 @@ def test_experts_of_unequal_load_are_not_compared() -> None:
 def test_a_rank_whose_operators_were_taken_for_the_ones_before_is_not_behind() -> None:
     rows = _ring(numbered=lambda rank, step: max(0, step - 1) if rank == 2 else step, bin_ns=100_000)
     assert _behind(rows) == []
+
+
+def test_a_rank_whose_exchanges_were_taken_two_for_one_is_not_behind() -> None:
+    assert _behind(_ring(compute_ns=_slow, sent=lambda rank, step: (1 + (rank == 2)) * BLOCK)) == []

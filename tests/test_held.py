@@ -88,6 +88,7 @@ def test_the_edges_are_told_as_well_where_only_what_is_sent_was_seen() -> None:
         (lambda step, sender, nic: 400 * US if sender == "cd"[step % 2] else 0, "two neighbours by turns"),
         (lambda step, sender, nic: 400 * US if sender == "c" and step % 10 < 7 else 0, "unequal by chance"),
         (lambda step, sender, nic: 400 * US if sender == "c" and step < 3 else 0, "a few operators"),
+        (lambda step, sender, nic: {"c": 400, "d": 250}.get(sender, 0) * US, "a slow way behind it"),
         (lambda step, sender, nic: 3 * MS if sender == "c" else 0, "more than buffers can hold: cut wrongly"),
     ],
 )
