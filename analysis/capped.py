@@ -25,6 +25,9 @@ MAX_SILENT = 0.2
 LOW = 0.85
 # So many ports make a usual rate, so many operators a ceiling.
 MIN_PORTS, MIN_OPERATORS = 4, 5
+# What shares a receiver's port with one or two others gets just a half or a third of it, now and then: so near to that,
+# a ceiling takes so many operators.
+SHARERS, PART, OFTEN = (2, 3), 0.005, 20
 # Of a recording, for how long a port must send at its ceiling.
 MIN_TIME = 0.01
 # How far values may be apart that are the same.
@@ -95,7 +98,11 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
     ceilings = ports.filter(
         pl.col("operators") >= MIN_OPERATORS, pl.col("time") >= MIN_TIME, pl.col("tight") >= MIN_SHARE
     )
-    chosen = ceilings.filter(pl.col("share") >= MIN_SHARE, pl.col("over") <= MAX_OVER).sort("gbps", *PORT)
+    parts = (pl.col("usual_gbps") / pl.col("gbps") / number - 1 for number in SHARERS)
+    shared = pl.any_horizontal(part.abs() <= PART for part in parts) & (pl.col("operators") < OFTEN)
+    chosen = ceilings.filter(~shared, pl.col("share") >= MIN_SHARE, pl.col("over") <= MAX_OVER).sort(
+        "gbps", *PORT
+    )
     if marks is not None:
         chosen = chosen.join(hot(marks), on=PORT, how="anti")
     found: list[Port] = []
@@ -169,13 +176,15 @@ def _rows(aligned: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ceilings(rows: pl.DataFrame, low: pl.DataFrame) -> pl.DataFrame:
-    """Per port its ceiling (gbps) over `operators` and `time`, how many are `tight` at it, and what it did meanwhile.
+    """Per port its ceiling (gbps) and what is usual (usual_gbps), over `operators` and `time`, how many are `tight` at
+    it, and what it did meanwhile.
 
     `share` and `over`: of the time in which it was busy near those operators, that at the ceiling and above it.
     """
     first, last = rows.select(pl.col("start_ns").min(), pl.col("last_byte_ns").max()).row(0)
     ceilings = low.group_by(PORT).agg(
         pl.col("max_gbps").median().alias("gbps"),
+        pl.col("usual_gbps").median(),
         pl.len().alias("operators"),
         time=pl.col("active_ns").sum() / (last - first),
         tight=((pl.col("max_gbps") / pl.col("max_gbps").median() - 1).abs() <= SAME).mean(),

@@ -20,6 +20,8 @@ MIN_OTHERS, MIN_PORTS = 3, 16
 MIN_BUSY = 0.8
 # How much longer than the machine's other rings one takes that a port holds up.
 SLOWER = 1.05
+# Of what stays before a port alone, at most this share stays before the machine's other ports: more is the machine's.
+OTHERS = 0.3
 # So many ports are at fault at once, and no more.
 MOST = 2
 # Rings of one kind of operator, of one size to a factor of 1.4, should take as long as each other.
@@ -53,6 +55,7 @@ def find_held_ports(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[F
         pl.col("excess_ns")
         >= pl.max_horizontal(DEVIATIONS * noise, _student(DEVIATIONS) * pl.col("error_ns")),
         pl.len().over(ALIKE) >= MIN_PORTS,
+        pl.col("usual_ns") <= OTHERS * pl.col("excess_ns"),
         pl.col("slower") >= SLOWER,
         pl.col("busy") >= MIN_BUSY,
     )

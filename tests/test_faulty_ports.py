@@ -154,6 +154,16 @@ def test_who_shares_a_full_receiver_has_no_ceiling(
     assert capped(rows) == place
 
 
+@pytest.mark.parametrize(("share", "slow"), [(0.5, False), (1 / 3, False), (0.47, True)])
+def test_just_a_half_or_a_third_a_few_times_is_what_sharers_of_a_receiver_get(
+    share: float, slow: bool
+) -> None:
+    rows = rings({("c", "mlx5_1"): FLAT | dict.fromkeys(("max_gbps", "wmed_gbps"), share * LINE_GBPS)})
+    few = rows.filter(pl.col("step") < 10)
+    assert capped(few) == ([("nic", "c", "mlx5_1")] if slow else [])
+    assert capped(rows) == [("nic", "c", "mlx5_1")]
+
+
 def test_a_rate_beside_which_the_port_sends_more_is_no_ceiling() -> None:
     """Half of an operator is taken to be of one before: the other half alone is at half the rate of the port."""
     rows = rings({("c", "mlx5_1"): FLAT})

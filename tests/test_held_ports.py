@@ -111,6 +111,10 @@ def test_who_sends_into_a_queue_is_not_named_and_who_is_marked_less_than_others_
             rings(behind(*((PORT[0], nic) for nic in NICS))),
             "all ports of a machine: it is slow inside, or late",
         ),
+        (
+            rings(lambda step, node, nic: (300 + 400 * (nic == PORT[1])) * US if node == PORT[0] else 0),
+            "much of the same on its machine's other ports",
+        ),
         (rings(behind(PORT), slow=()), "its ring takes no longer"),
         (rings(behind(PORT), gbps=LINE_GBPS), "it sends in bursts, and waits in between"),
         (rings(behind(PORT), operators=4), "a few operators"),
