@@ -18,6 +18,8 @@ ALIKE = 0.1
 APART = 0.2
 # So near are all bytes of a queue pair to a channel's part of all calls where each was seen from begin to end.
 EXACT = 0.002
+# As near are the bytes of all channels of a ring to their parts while operators are still on their way.
+ABOUT = 0.05
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
 # With more than this share it has some of another's.
@@ -55,7 +57,7 @@ def settle(
     """
     several = candidates.filter(pl.len().over("flow") > 1)
     scored = by_volume.score(several, directions, recording.calls, bursts, wire)
-    scored = _with_other_end(scored)
+    scored = _not_beside_rings(_with_other_end(scored), directions)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
@@ -120,6 +122,33 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
         )
         .drop(f"other_{name}" for name in scores)
     )
+
+
+def _not_beside_rings(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
+    """`scored` with no `fit` for collectives of flows that may serve something else, where others on the node are all
+    channels of the ring: as many as their part of all calls says. In wide bins some calls make up any burst."""
+    where = ["node", "comm_id", "direction"]
+    parts = pl.col("called") / pl.col("carried")
+    rings = (
+        scored.filter(pl.col("use") == "collective", pl.col("called") > 0, pl.col("carried") > 0)
+        .unique(["flow", "comm_id"], maintain_order=True)
+        .join(directions, on="flow")
+        .with_columns(channels=parts.round())
+        .with_columns(near=(parts / pl.col("channels") - 1).abs() <= ABOUT)
+    )
+    whole = rings.filter("near").group_by(*where, "channels").len()
+    whole = whole.filter(pl.col("len") > 1, pl.col("len") == pl.col("channels")).unique(where, keep="none")
+    beside = rings.join(whole.select(*where, whole="channels"), on=where).filter(
+        ~pl.col("near") | (pl.col("channels") != pl.col("whole"))
+    )
+    no_part = beside.select("flow", "comm_id", use=pl.lit("collective"), no_part=pl.lit(True))
+    marked = scored.join(no_part, on=["flow", "comm_id", "use"], how="left", maintain_order="left")
+    marked = marked.with_columns(pl.col("no_part").fill_null(False))
+    no_part_but_another = pl.col("no_part") & ~pl.col("no_part").all().over("flow")
+    return marked.with_columns(
+        fit=pl.when(no_part_but_another).then(0.0).otherwise("fit"),
+        apart=pl.when(no_part_but_another).then(float("inf")).otherwise("apart"),
+    ).drop("no_part")
 
 
 def _explained(scored: pl.DataFrame) -> pl.DataFrame:

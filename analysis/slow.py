@@ -15,6 +15,8 @@ from pulse_bpf.analysis.rates import MIN_OPERATORS, OPERATOR, rate_cells
 MIN_BUSY = 0.6
 # Of how busy it is, how busy the others may be at most.
 BUSIER = 0.97
+# How clearly slow, and how often, as a share of what is sure (half as fast as others, in 20 operators); less is chance.
+LEAST_MARGIN = 0.2
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
 # What is measured of a port that is slow in what it sends, and in what it receives.
@@ -159,7 +161,7 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         kind="nic-slow" if not link else "unknown",
         cause="nic" if not link else "network",
         scope="link" if link else "nic",
-        confidence=round(cause.covered * (0.6 + 0.39 * margin), 3),
+        confidence=round(cause.covered * (0.6 + 0.39 * margin), 3) if margin >= LEAST_MARGIN else 0.4,
         slowdown=round(1 / ratio, 3),
         first_ns=first,
         last_ns=last,

@@ -57,6 +57,23 @@ def test_rings_are_told_by_what_their_channels_carry(layout: bool, tmp_path: Pat
     assert owners.caller_wrong == 0
 
 
+def test_what_is_no_channel_of_a_ring_that_is_whole_serves_the_exchanges_beside_it(tmp_path: Path) -> None:
+    """In bins wider than an exchange some calls of the ring make up any burst."""
+    simulate(
+        "healthy",
+        tmp_path,
+        seed=1,
+        gpus=4,
+        workload="context",
+        bin_us=1000,
+        source="pcc",
+        qps_per_connection=4,
+    )
+    owners = compared(tmp_path)
+    assert owners.right >= 0.98
+    assert owners.wrong < 1e-3
+
+
 def test_who_sends_for_the_neighbour_in_a_ring_is_no_stranger_to_it(tmp_path: Path) -> None:
     """The ring of all ranks crosses rails, so that with PXN a queue pair lies between two that are not beside each
     other, and it carries a few bytes where a pipeline's pair carries all others."""
