@@ -14,13 +14,13 @@ BYTES, FAST_GBPS, SLOW_GBPS = 10**8, 390.0, 130.0
 STEP = pl.Schema({**metrics.OPERATORS, "step": pl.Int64})
 
 
-def ring(others_ns: int) -> pl.DataFrame:
-    """Operators in a ring of which c sends its part at a third of the rate; those of the others last `others_ns`."""
+def ring(others_ns: int, slow_gbps: float = SLOW_GBPS) -> pl.DataFrame:
+    """Operators in a ring of which c sends its part slowly; those of the others last `others_ns`."""
     rows = []
     for step in range(20):
         for rank, node in enumerate(NODES):
-            gbps = SLOW_GBPS if node == "c" else FAST_GBPS
-            span_ns = round(BYTES * 8 / SLOW_GBPS / 0.95) if node == "c" else others_ns
+            gbps = slow_gbps if node == "c" else FAST_GBPS
+            span_ns = round(BYTES * 8 / slow_gbps / 0.95) if node == "c" else others_ns
             row = {
                 "node": node,
                 "nic": "m",
@@ -41,6 +41,14 @@ def test_a_port_that_is_busy_while_the_others_wait_is_slow() -> None:
     found, why, _ = find_slow(ring(others_ns=round(BYTES * 8 / SLOW_GBPS)), pl.DataFrame(schema=FLOWS), None)
     assert [(item.node, item.scope) for item in found] == [("c", "link")]
     assert why == []
+
+
+def test_what_is_slow_hardly_and_seldom_may_be_chance() -> None:
+    slow_gbps = 0.7 * FAST_GBPS
+    rows = ring(round(BYTES * 8 / slow_gbps), slow_gbps)
+    assert find_slow(rows, pl.DataFrame(schema=FLOWS), None)[0][0].confidence > 0.7
+    (item,), _, _ = find_slow(rows.filter(pl.col("step") < 5), pl.DataFrame(schema=FLOWS), None)
+    assert item.confidence == 0.4
 
 
 def test_a_port_that_others_are_as_busy_as_is_not() -> None:
