@@ -15,8 +15,8 @@ from pulse_bpf.analysis.rates import MIN_OPERATORS, OPERATOR, rate_cells
 MIN_BUSY = 0.6
 # Of how busy it is, how busy the others may be at most.
 BUSIER = 0.97
-# How clearly slow, and how often, as a share of what is sure (half as fast as others, in 20 operators); less is chance.
-LEAST_MARGIN = 0.2
+# Half as fast as others, in so many operators, is surely slow; of both together, less than this share is chance.
+SURE_RATIO, SURE_OPERATORS, LEAST_MARGIN = 0.5, 20, 0.2
 # Congestion notifications that say that a sender was slowed down by the network, and how many times others' usual.
 MIN_MARKS, OVER_OTHERS = 8, 3.0
 # What is measured of a port that is slow in what it sends, and in what it receives.
@@ -50,6 +50,8 @@ def find_slow(
         own = bad.filter(touched(cause))
         busy = _busy(own.filter(pl.col("at_src") | pl.col("at_dst")), _side(bad, cause))
         unmarked = _unmarked(own, marks)
+        if _margin(own) < LEAST_MARGIN:
+            continue
         if busy is not None and busy < MIN_BUSY:
             # What is slow holds all up, and is never idle meanwhile.
             why.append(f"a slow flow from {own['src_node'][0]} was idle for much of the time")
@@ -156,12 +158,11 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
     node, nic = dst if cause.what == "ingress" else src
     victims = sorted(set(during["src_node"]) | set(during["dst_node"]) - {None})
     victims = [victim for victim in victims if victim and victim != node and not (link and victim == dst[0])]
-    margin = min(1.0, (1 - ratio) / 0.5) * min(1.0, operators / 20)
     return Finding(
         kind="nic-slow" if not link else "unknown",
         cause="nic" if not link else "network",
         scope="link" if link else "nic",
-        confidence=round(cause.covered * (0.6 + 0.39 * margin), 3) if margin >= LEAST_MARGIN else 0.4,
+        confidence=round(cause.covered * (0.6 + 0.39 * _margin(bad)), 3),
         slowdown=round(1 / ratio, 3),
         first_ns=first,
         last_ns=last,
@@ -177,6 +178,13 @@ def _finding(cells: pl.DataFrame, bad: pl.DataFrame, cause: Cause) -> Finding:
         if not link
         else f"ib_write_bw between {src[0]} and {dst[0]} in both directions, then each with a third node",
     )
+
+
+def _margin(bad: pl.DataFrame) -> float:
+    """How clearly flows are slow and how often, as a share of what is sure."""
+    ratio = float(bad.select((-pl.col("weight").median()).exp()).item())
+    operators = bad.select("comm_id", "step").unique().height
+    return min(1.0, (1 - ratio) / (1 - SURE_RATIO)) * min(1.0, operators / SURE_OPERATORS)
 
 
 def _side(bad: pl.DataFrame, cause: Cause) -> str:

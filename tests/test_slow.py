@@ -47,8 +47,8 @@ def test_what_is_slow_hardly_and_seldom_may_be_chance() -> None:
     slow_gbps = 0.7 * FAST_GBPS
     rows = ring(round(BYTES * 8 / slow_gbps), slow_gbps)
     assert find_slow(rows, pl.DataFrame(schema=FLOWS), None)[0][0].confidence > 0.7
-    (item,), _, _ = find_slow(rows.filter(pl.col("step") < 5), pl.DataFrame(schema=FLOWS), None)
-    assert item.confidence == 0.4
+    found, why, _ = find_slow(rows.filter(pl.col("step") < 5), pl.DataFrame(schema=FLOWS), None)
+    assert (found, why) == ([], [])
 
 
 def test_a_port_that_others_are_as_busy_as_is_not() -> None:
