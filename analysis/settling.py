@@ -18,8 +18,10 @@ ALIKE = 0.1
 APART = 0.2
 # So near are all bytes of a queue pair to a channel's part of all calls where each was seen from begin to end.
 EXACT = 0.002
-# As near are the bytes of all channels of a ring to their parts while operators are still on their way.
-ABOUT = 0.05
+# So near are bytes of a ring's channel to its part of all calls while operators are on their way, and to those of
+# another channel; and those of all channels to all calls, up to this factor, where calls before the recording began were
+# not seen. What has less than this share of a channel's may be a tree's.
+ABOUT, ALIKE_CHANNELS, WHOLE, LEAST_BESIDE = 0.05, 0.02, 1.25, 0.1
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
 # With more than this share it has some of another's.
@@ -57,7 +59,9 @@ def settle(
     """
     several = candidates.filter(pl.len().over("flow") > 1)
     scored = by_volume.score(several, directions, recording.calls, bursts, wire)
-    scored = _not_beside_rings(_with_other_end(scored), directions)
+    scored = _with_other_end(scored)
+    channels = _channels(scored, directions)
+    scored = _not_beside_rings(scored, channels)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
@@ -67,6 +71,12 @@ def settle(
     scored = scored.filter(~unknown)
     rings = _rings(scored, directions).join(chosen, on="flow", how="anti")
     chosen = pl.concat([chosen, _of_one_use(rings)])
+    alike = channels.filter("channel", pl.len().over("flow") == 1)
+    likely = (pl.col("use") == "collective") & (pl.col("fit") == pl.col("fit").max().over("flow"))
+    found = scored.filter(likely).join(alike, on=["flow", "comm_id"])
+    found = found.join(chosen, on="flow", how="anti").drop("channel")
+    evidence = {"confidence": pl.lit(0.7), "evidence": pl.lit("as large as all channels of a ring")}
+    chosen = pl.concat([chosen, _of_one_use(found.with_columns(**evidence).select(chosen.columns))])
     for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
         sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
@@ -124,25 +134,53 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _not_beside_rings(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
-    """`scored` with no `fit` for collectives of flows that may serve something else, where others on the node are all
-    channels of the ring: as many as their part of all calls says. In wide bins some calls make up any burst."""
+def _channels(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
+    """flow, comm_id, and whether it is a `channel` of a ring that is whole. Of what is far smaller nothing is said.
+
+    That is when flows of the node are as many as their part of all calls makes; else, when one size alone has flows
+    that are all together about as large as all calls.
+    """
     where = ["node", "comm_id", "direction"]
     parts = pl.col("called") / pl.col("carried")
-    rings = (
+    apart = pl.col("carried") > (1 + ALIKE_CHANNELS) * pl.col("carried").shift().over(where)
+    flows = (
         scored.filter(pl.col("use") == "collective", pl.col("called") > 0, pl.col("carried") > 0)
         .unique(["flow", "comm_id"], maintain_order=True)
         .join(directions, on="flow")
-        .with_columns(channels=parts.round())
-        .with_columns(near=(parts / pl.col("channels") - 1).abs() <= ABOUT)
+        .sort(*where, "carried", "flow")
+        .with_columns(
+            part=pl.when((parts / parts.round() - 1).abs() <= ABOUT).then(parts.round()),
+            size=apart.fill_null(False).cum_sum().over(where),
+        )
     )
-    whole = rings.filter("near").group_by(*where, "channels").len()
-    whole = whole.filter(pl.col("len") > 1, pl.col("len") == pl.col("channels")).unique(where, keep="none")
-    beside = rings.join(whole.select(*where, whole="channels"), on=where).filter(
-        ~pl.col("near") | (pl.col("channels") != pl.col("whole"))
+    by_part = flows.group_by(*where, "part").agg(pl.len().alias("flows"), each=pl.col("carried").mean())
+    by_part = by_part.filter(pl.col("flows") > 1, pl.col("flows") == pl.col("part")).unique(
+        where, keep="none"
     )
-    no_part = beside.select("flow", "comm_id", use=pl.lit("collective"), no_part=pl.lit(True))
-    marked = scored.join(no_part, on=["flow", "comm_id", "use"], how="left", maintain_order="left")
+    sums = flows.group_by(*where, "size").agg(
+        pl.len().alias("flows"),
+        whole=pl.col("carried").sum() / pl.col("called").max(),
+        each=pl.col("carried").mean(),
+    )
+    by_size = sums.filter(pl.col("flows") > 1, pl.col("whole").is_between(1 / WHOLE, WHOLE))
+    by_size = by_size.unique(where, keep="none").join(by_part, on=where, how="anti")
+    rings = [
+        flows.join(whole.select(*where, "each", ring=by), on=where).with_columns(
+            channel=(pl.col(by) == pl.col("ring")).fill_null(False), ring=pl.col("ring").cast(F64)
+        )
+        for by, whole in (("part", by_part), ("size", by_size))
+    ]
+    told = pl.concat(rings).filter(pl.col("carried") >= LEAST_BESIDE * pl.col("each"))
+    return told.select("flow", "comm_id", "channel")
+
+
+def _not_beside_rings(scored: pl.DataFrame, channels: pl.DataFrame) -> pl.DataFrame:
+    """`scored` with no `fit` for collectives of flows that may serve something else and are none of their `channels`
+    (_channels): in bins wider than operators some calls make up any burst."""
+    beside = channels.filter(~pl.col("channel")).select(
+        "flow", "comm_id", use=pl.lit("collective"), no_part=True
+    )
+    marked = scored.join(beside, on=["flow", "comm_id", "use"], how="left", maintain_order="left")
     marked = marked.with_columns(pl.col("no_part").fill_null(False))
     no_part_but_another = pl.col("no_part") & ~pl.col("no_part").all().over("flow")
     return marked.with_columns(
