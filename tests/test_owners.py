@@ -57,15 +57,20 @@ def test_rings_are_told_by_what_their_channels_carry(layout: bool, tmp_path: Pat
     assert owners.caller_wrong == 0
 
 
-def test_what_is_no_channel_of_a_ring_that_is_whole_serves_the_exchanges_beside_it(tmp_path: Path) -> None:
-    """In bins wider than an exchange some calls of the ring make up any burst."""
+@pytest.mark.parametrize(("bin_us", "seconds"), [(1000, 1.0), (100, 0.3)])
+def test_what_is_no_channel_of_a_ring_that_is_whole_serves_the_exchanges_beside_it(
+    bin_us: int, seconds: float, tmp_path: Path
+) -> None:
+    """In bins wider than an exchange some calls of the ring make up any burst; and in a short recording more is carried
+    than was called."""
     simulate(
         "healthy",
         tmp_path,
         seed=1,
         gpus=4,
         workload="context",
-        bin_us=1000,
+        bin_us=bin_us,
+        seconds=seconds,
         source="pcc",
         qps_per_connection=4,
     )
