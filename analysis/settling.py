@@ -19,8 +19,8 @@ APART = 0.2
 # So near are all bytes of a queue pair to a channel's part of all calls where each was seen from begin to end.
 EXACT = 0.002
 # So near are bytes of a ring's channel to its part of all calls while operators are on their way, and to those of
-# another channel; and those of all channels to all calls, up to this factor, where calls before the recording began were
-# not seen. What has less than this share of a channel's may be a tree's.
+# another channel; and those of all channels to all calls, up to this factor, where calls before the recording began
+# were not seen. What has less than this share of a channel's may be a tree's.
 ABOUT, ALIKE_CHANNELS, WHOLE, LEAST_BESIDE = 0.05, 0.02, 1.25, 0.1
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
