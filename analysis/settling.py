@@ -137,41 +137,44 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
 def _channels(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
     """flow, comm_id, and whether it is a `channel` of a ring that is whole. Of what is far smaller nothing is said.
 
-    That is when flows of the node are as many as their part of all calls makes; else, when one size alone has flows
-    that are all together about as large as all calls.
+    That is when flows between two nodes are as many as their part of all calls makes; else, when those of one size
+    are all together about as large as all calls. Assumes that all rings of a communicator visit nodes in one order, so
+    that each node sends to one other, and gets from one.
     """
-    where = ["node", "comm_id", "direction"]
+    where, way = ["node", "comm_id", "direction"], "peer_node"
     parts = pl.col("called") / pl.col("carried")
-    apart = pl.col("carried") > (1 + ALIKE_CHANNELS) * pl.col("carried").shift().over(where)
+    apart = pl.col("carried") > (1 + ALIKE_CHANNELS) * pl.col("carried").shift().over(*where, way)
     flows = (
         scored.filter(pl.col("use") == "collective", pl.col("called") > 0, pl.col("carried") > 0)
         .unique(["flow", "comm_id"], maintain_order=True)
         .join(directions, on="flow")
-        .sort(*where, "carried", "flow")
+        .drop_nulls(way)
+        .sort(*where, way, "carried", "flow")
         .with_columns(
             part=pl.when((parts / parts.round() - 1).abs() <= ABOUT).then(parts.round()),
-            size=apart.fill_null(False).cum_sum().over(where),
+            size=apart.fill_null(False).cum_sum().over(*where, way).cast(F64),
         )
     )
-    by_part = flows.group_by(*where, "part").agg(pl.len().alias("flows"), each=pl.col("carried").mean())
+    every, each = pl.len().alias("flows"), pl.col("carried").mean().alias("each")
+    by_part = flows.group_by(*where, way, "part").agg(every, each)
     by_part = by_part.filter(pl.col("flows") > 1, pl.col("flows") == pl.col("part")).unique(
         where, keep="none"
     )
-    sums = flows.group_by(*where, "size").agg(
-        pl.len().alias("flows"),
-        whole=pl.col("carried").sum() / pl.col("called").max(),
-        each=pl.col("carried").mean(),
-    )
-    by_size = sums.filter(pl.col("flows") > 1, pl.col("whole").is_between(1 / WHOLE, WHOLE))
+    whole = pl.col("carried").sum() / pl.col("called").max()
+    by_size = flows.group_by(*where, way, "size").agg(every, each, whole=whole)
+    by_size = by_size.filter(pl.col("flows") > 1, pl.col("whole").is_between(1 / WHOLE, WHOLE))
     by_size = by_size.unique(where, keep="none").join(by_part, on=where, how="anti")
-    rings = [
-        flows.join(whole.select(*where, "each", ring=by), on=where).with_columns(
-            channel=(pl.col(by) == pl.col("ring")).fill_null(False), ring=pl.col("ring").cast(F64)
+    told = [
+        flows.join(rings.select(*where, "each", ring=by, to=way), on=where)
+        .filter(pl.col("carried") >= LEAST_BESIDE * pl.col("each"))
+        .select(
+            "flow",
+            "comm_id",
+            channel=(pl.col(by) == pl.col("ring")).fill_null(False) & (pl.col(way) == pl.col("to")),
         )
-        for by, whole in (("part", by_part), ("size", by_size))
+        for by, rings in (("part", by_part), ("size", by_size))
     ]
-    told = pl.concat(rings).filter(pl.col("carried") >= LEAST_BESIDE * pl.col("each"))
-    return told.select("flow", "comm_id", "channel")
+    return pl.concat(told)
 
 
 def _not_beside_rings(scored: pl.DataFrame, channels: pl.DataFrame) -> pl.DataFrame:
