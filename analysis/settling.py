@@ -69,14 +69,8 @@ def settle(
     # Without a peer, the bursts alone tell; otherwise, what is surest comes first, as it leaves less for the rest.
     unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
     scored = scored.filter(~unknown)
-    rings = _rings(scored, directions).join(chosen, on="flow", how="anti")
-    chosen = pl.concat([chosen, _of_one_use(rings)])
-    alike = channels.filter("channel", pl.len().over("flow") == 1)
-    likely = (pl.col("use") == "collective") & (pl.col("fit") == pl.col("fit").max().over("flow"))
-    found = scored.filter(likely).join(alike, on=["flow", "comm_id"])
-    found = found.join(chosen, on="flow", how="anti").drop("channel")
-    evidence = {"confidence": pl.lit(0.7), "evidence": pl.lit("as large as all channels of a ring")}
-    chosen = pl.concat([chosen, _of_one_use(found.with_columns(**evidence).select(chosen.columns))])
+    for rings in (_rings(scored, directions), _likely(scored, channels)):
+        chosen = pl.concat([chosen, _of_one_use(rings.join(chosen, on="flow", how="anti"))])
     for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
         sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
@@ -235,6 +229,14 @@ def _rings(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
     return scored.filter(pl.col("use") == "collective").join(
         found.filter(pl.len().over("flow") == 1), on=["flow", "comm_id"]
     )
+
+
+def _likely(scored: pl.DataFrame, channels: pl.DataFrame) -> pl.DataFrame:
+    """The rows of collectives for flows that are `channels` of one of them alone (_channels) and fit nothing better."""
+    said = {"confidence": pl.lit(0.7), "evidence": pl.lit("as large as all channels of a ring")}
+    of_one = channels.filter("channel", pl.len().over("flow") == 1).select("flow", "comm_id", **said)
+    best = (pl.col("use") == "collective") & (pl.col("fit") == pl.col("fit").max().over("flow"))
+    return scored.filter(best).join(of_one, on=["flow", "comm_id"])
 
 
 def _nearest(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
