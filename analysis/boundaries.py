@@ -22,8 +22,8 @@ EXACT_SHARE = 0.25
 # Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
 LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # A direct transfer of which the volume is certain moves up to so many times that. NCCL sends only what is small by
-# another protocol than Simple (addP2pToPlan in src/enqueue.cc: NCCL_P2P_LL_THRESHOLD, 16 KiB, a channel, of 64 at most).
-# Assumes that nobody raised that: what LL then doubles beyond would be cut by silences alone, or wrongly.
+# another protocol than Simple (addP2pToPlan in src/enqueue.cc: up to NCCL_P2P_LL_THRESHOLD, 16 KiB, for each of 64
+# channels at most). Assumes that nobody raised that: what LL doubles beyond it would be cut wrongly.
 LEAST_CERTAIN, MOST_CERTAIN, MOST_SIMPLE, SIMPLE_BYTES = 0.9, 2.2, 1.5, 1 << 20
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
