@@ -86,7 +86,8 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
 
     Who waits for a slow port sends at the same average, but in bursts; a port that is slow by itself is flat, over all
     its communicators and peers, and its rate is the same each time. A rate that several ports of a ring or of
-    a machine have in common is a limit elsewhere: of a GPU that handles it all, or, in wide bins, of one of them.
+    a machine have in common is a limit elsewhere: of a GPU that handles it all, or, in wide bins, of one of them;
+    that of the only two that exchange with a third may be the third's.
     Assumes that the limit is constant while it lasts. `marks` has how often each node and nic was asked to slow
     down (signals.marks): those were slowed by the network.
     """
@@ -106,16 +107,23 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
     if marks is not None:
         chosen = chosen.join(hot(marks), on=PORT, how="anti")
     found: list[Port] = []
+    partners: dict[tuple[str, ...], pl.DataFrame] = {}
     for port in chosen.iter_rows(named=True):
         alike = ceilings.filter(
             (pl.col("gbps") / port["gbps"] - 1).abs() <= SAME, pl.col("share") >= AS_MUCH * port["share"]
         )
         if alike.height > 2 or (alike.height == 2 and alike["node"].n_unique() == 1):
             continue
-        if not any(_held_up(low, port, other) for other in found):
+        if alike.height == 2 and (common := _only_served_by(aligned, alike)):
+            partners[common] = alike
+        elif not any(_held_up(low, port, other) for other in found):
             found.append(port)
     if len(found) > 2:
         return []
+    if partners:
+        shown = _partner(aligned, rows, low, partners)
+        # With a third port at a ceiling of its own, who holds up whom is not known.
+        return [replace(item, confidence=0.4) for item in shown] if found else shown
     if len(found) == 2 and _one_after_the_other(aligned, *found):
         return [_between(_finding(rows, low, port, True, False) for port in found)]
     return [
@@ -237,6 +245,53 @@ def _one_after_the_other(aligned: pl.DataFrame, one: Port, other: Port) -> bool:
         if int(own.filter(there)["bytes"].sum()) >= MOSTLY * int(own["bytes"].sum()):
             return True
     return False
+
+
+def _only_served_by(aligned: pl.DataFrame, ports: pl.DataFrame) -> tuple[str, ...]:
+    """The nodes to a port of which both of two `ports` with the same ceiling send, and hardly anybody else does.
+
+    A machine that takes slowly gives each of those that send to it an equal part of what it takes.
+    """
+    sent = aligned.filter(
+        pl.col("level").is_in(["flow", "traffic"]), pl.col("direction") == "tx", pl.col("bytes") > 0
+    )
+    to = ["peer_node", "peer_nic"]
+    ways = sent.drop_nulls(to).group_by(*PORT, *to).agg(pl.col("bytes").sum())
+    ways = ways.filter(pl.col("bytes") >= LEAST_PART * pl.col("bytes").max().over(to))
+    ways = ways.filter(pl.len().over(to) == ports.height).join(ports.select(PORT), on=PORT, how="semi")
+    served = ways.group_by(to).agg(pl.len()).filter(pl.col("len") == ports.height)
+    return tuple(served["peer_node"].unique().sort())
+
+
+def _partner(
+    aligned: pl.DataFrame,
+    rows: pl.DataFrame,
+    low: pl.DataFrame,
+    partners: dict[tuple[str, ...], pl.DataFrame],
+) -> list[Finding]:
+    """The machine that takes from two ports, and sends to them, at their ceiling; nobody for sure where it does not.
+
+    That two machines are slow inside at just one rate, and nobody else with whom they exchange is held up by them, is
+    not to be expected; that the one between them is, holds up both of them alike.
+    """
+    if len(partners) > 1:
+        return []
+    ((nodes, ports),) = partners.items()
+    both = all(_takes_slowly(aligned, low, port) for port in ports.iter_rows(named=True))
+    shown = [_finding(rows, low, port, True, both) for port in ports.sort(PORT).iter_rows(named=True)]
+    if len(nodes) > 1 or not both:
+        return [replace(item, confidence=0.4) for item in shown]
+    node, (one, other) = nodes[0], shown
+    return [
+        replace(
+            one,
+            evidence=[item.evidence[0] for item in shown],
+            node=node,
+            lost_ns=max(one.lost_ns or 0, other.lost_ns or 0),
+            victims=sorted({*(one.victims or ()), *(other.victims or ()), str(one.node)} - {node}),
+            next_check=(one.next_check or "").replace(f"on {one.node}:", f"on {node}:"),
+        )
+    ]
 
 
 def _takes_slowly(aligned: pl.DataFrame, low: pl.DataFrame, port: Port) -> bool:

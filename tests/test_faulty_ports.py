@@ -214,6 +214,35 @@ def test_who_takes_at_the_ceiling_of_what_it_sends_is_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
+    ("takes", "others", "expected"),
+    [
+        (True, [], [("node", "d", 0.98)]),
+        (False, [], [("nic", "c", 0.4), ("nic", "e", 0.4)]),
+        (True, ["a"], [("node", "c", 0.98), ("node", "e", 0.98)]),
+    ],
+)
+def test_what_slows_down_two_ports_alike_is_the_machine_between_them(
+    takes: bool, others: list[str], expected: list[tuple[str, str, float]]
+) -> None:
+    """Neighbours exchange with each other, c and e both with d; where `others` send to d too, it cannot be d."""
+    sent = pieces({("c", "mlx5_1"): CEILING_GBPS, ("e", "mlx5_1"): CEILING_GBPS})
+    received = sent.with_columns(direction=pl.lit("rx"))
+    ways = [("c", "b"), ("c", "d"), ("d", "c"), ("d", "e"), ("e", "d"), ("e", "f")]
+    ways += [(other, "d") for other in others]
+    flows = pl.concat(
+        rings({})
+        .filter(pl.col("node") == node, pl.col("nic") == "mlx5_1")
+        .with_columns(
+            level=pl.lit("traffic"), peer_node=pl.lit(peer), kind=pl.lit("Group"), step=pl.lit(None, pl.Int64)
+        )
+        for node, peer in ways
+    )
+    rows = pl.concat([sent, *([received] if takes else []), flows], how="diagonal_relaxed")
+    found = find_capped(with_columns(rows), NO_MARKS)
+    assert [(item.scope, item.node, round(item.confidence, 2)) for item in found] == expected
+
+
+@pytest.mark.parametrize(
     ("unseen", "into_gbps", "sure"),
     [("f", LINE_GBPS, True), ("b", LINE_GBPS, True), ("b", CEILING_GBPS, False), ("d", LINE_GBPS, False)],
 )
