@@ -14,6 +14,8 @@ MIN_NODES, MIN_NICS = 4, 3
 MIN_BINS, MIN_OPERATORS, MIN_TIME = 5, 10, 0.2
 # Of ten equal parts of the time in which operators are held up, in how many some are: once is no fault.
 MIN_PARTS = 6
+# Where all operators that tell begin in few of those parts, as those of long iterations do, so many will do, but all.
+FEW_PARTS = 5
 # A ring that moves more than this share of what its ports could is held up by nothing.
 BUSY = 0.6
 # By how much of an operator's time bytes must stay behind, and no more is possible of what buffers hold.
@@ -97,7 +99,7 @@ def find_held(aligned: pl.DataFrame, nics: pl.DataFrame) -> list[Finding]:
         or next_stays > NEXT * top["stays"]
         or float(behind.max() or 0.0) > PASSED_ON * top["stays"]  # type: ignore[arg-type]
         or held.filter(pl.col("node") == top["node"], "first")["nics"].explode().n_unique() < MIN_NICS
-        or not _lasts(seen["start_ns"], aligned)
+        or not _lasts(seen["start_ns"], lasting["start_ns"], aligned)
     ):
         return []
     text = (
@@ -251,10 +253,13 @@ def ways(aligned: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _lasts(starts_ns: pl.Series, aligned: pl.DataFrame) -> bool:
-    """Whether operators that began at `starts_ns` are spread over a good part of the time of all."""
+def _lasts(starts_ns: pl.Series, among_ns: pl.Series, aligned: pl.DataFrame) -> bool:
+    """Whether operators that began at `starts_ns`, `among_ns` those that tell, are spread over a good part of the time
+    of all: few iterations have their operators in few parts of it, and in all of them then."""
     whole_ns = int(aligned["last_byte_ns"].max()) - int(aligned["start_ns"].min())  # type: ignore[arg-type]
     first_ns = int(starts_ns.min() or 0)  # type: ignore[arg-type]
     time_ns = int(starts_ns.max() or 0) - first_ns  # type: ignore[arg-type]
-    parts = ((starts_ns - first_ns) * 10 // (time_ns + 1)).n_unique()
-    return time_ns >= MIN_TIME * whole_ns and parts >= MIN_PARTS
+    parts, of = (
+        ((times_ns - first_ns) * 10 // (time_ns + 1)).n_unique() for times_ns in (starts_ns, among_ns)
+    )
+    return time_ns >= MIN_TIME * whole_ns and (parts >= MIN_PARTS or parts == of >= FEW_PARTS)

@@ -134,6 +134,16 @@ def test_once_is_no_fault() -> None:
     assert named(pl.concat([moment, calm.with_columns(pl.col("step") + OPERATORS)])) == []
 
 
+@pytest.mark.parametrize(("held_up", "expected"), [(range(5), ["c"]), (range(4), [])])
+def test_few_iterations_tell_where_it_is_the_same_machine_in_all(held_up: range, expected: list[str]) -> None:
+    """Five volleys of four operators each are in five of ten parts of the time."""
+    late = slow_inside("c")
+    rows = ring(lambda step, sender, nic: late(step, sender, nic) if step // 4 in held_up else 0, every_ns=0)
+    later_ns = pl.col("step") // 4 * 100 * MS
+    times = ["start_ns", "last_byte_ns", "end_ns", "byte_mean_ns"]
+    assert named(rows.with_columns(pl.col(times) + later_ns)) == expected
+
+
 def test_rings_of_three_machines_say_nothing() -> None:
     assert named(ring(slow_inside("b"), nodes=NODES[:3])) == []
 
