@@ -105,7 +105,11 @@ def find_capped(aligned: pl.DataFrame, marks: pl.DataFrame | None) -> list[Findi
         "gbps", *PORT
     )
     if marks is not None:
-        chosen = chosen.join(hot(marks), on=PORT, how="anti")
+        # Who is not asked again to slow down soon sends faster again: the network asks once per operator at least.
+        asked = hot(marks).select(*PORT, "marks")
+        chosen = chosen.join(asked, on=PORT, how="left", maintain_order="left").filter(
+            (pl.col("marks") < pl.col("operators")).fill_null(True)
+        )
     found: list[Port] = []
     partners: dict[tuple[str, ...], pl.DataFrame] = {}
     for port in chosen.iter_rows(named=True):

@@ -95,6 +95,12 @@ def test_a_port_that_the_network_slows_down_is_not_named() -> None:
     assert capped(rings({("c", "mlx5_1"): FLAT}), {("c", "mlx5_1"): 500}) == []
 
 
+def test_a_port_that_the_network_asks_less_often_than_it_is_slow_is_slow_by_itself() -> None:
+    assert capped(rings({("c", "mlx5_1"): FLAT}), {("c", "mlx5_1"): OPERATORS // 2}) == [
+        ("nic", "c", "mlx5_1")
+    ]
+
+
 def test_a_port_that_is_faster_at_times_has_no_ceiling() -> None:
     rows = rings({("c", "mlx5_1"): FLAT})
     rows = rows.with_columns(
