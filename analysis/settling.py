@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import polars as pl
 
-from pulse_bpf.analysis import by_volume
+from pulse_bpf.analysis import by_size, by_volume
 from pulse_bpf.analysis.bursts import PLAUSIBLE, Bursts
 from pulse_bpf.analysis.candidates import members_of
 from pulse_bpf.analysis.load import Recording
@@ -16,12 +16,6 @@ EXPLAINED, AHEAD = 0.3, 0.15
 ALIKE = 0.1
 # So much nearer, as a share of its bytes, must a flow be to all calls of one communicator than to those of another.
 APART = 0.2
-# So near are all bytes of a queue pair to a channel's part of all calls where each was seen from begin to end.
-EXACT = 0.002
-# So near are bytes of a ring's channel to its part of all calls while operators are on their way, and to those of
-# another channel; and those of all channels to all calls, up to this factor, where calls before the recording began
-# were not seen. What has less than this share of a channel's may be a tree's.
-ABOUT, ALIKE_CHANNELS, WHOLE, LEAST_BESIDE = 0.05, 0.02, 1.25, 0.1
 # With this share of what its calls amount to on other flows, a collective needs no more.
 FULL = 0.75
 # With more than this share it has some of another's.
@@ -60,17 +54,19 @@ def settle(
     several = candidates.filter(pl.len().over("flow") > 1)
     scored = by_volume.score(several, directions, recording.calls, bursts, wire)
     scored = _with_other_end(scored)
-    channels = _channels(scored, directions)
+    to_all = by_size.alike_to_all(candidates, scored, directions, bursts)
+    scored = scored.join(to_all, on="flow", how="anti")
+    channels = by_size.channels(scored, directions)
     scored = _not_beside_rings(scored, channels)
     alone = candidates.filter(pl.len().over("flow") == 1).with_columns(
         fit=pl.lit(1.0), confidence=pl.lit(1.0), evidence=pl.lit(ALONE)
     )
-    chosen = _of_one_use(_explained(scored))
+    chosen = pl.concat([to_all, _of_one_use(_explained(scored))])
     # Without a peer, the bursts alone tell; otherwise, what is surest comes first, as it leaves less for the rest.
     unknown = pl.col("flow").is_in(candidates.filter(pl.col("peer_node").is_null())["flow"].implode())
     scored = scored.filter(~unknown)
-    for rings in (_rings(scored, directions), _likely(scored, channels)):
-        chosen = pl.concat([chosen, _of_one_use(rings.join(chosen, on="flow", how="anti"))])
+    rings = _ring(scored, channels).join(chosen, on="flow", how="anti")
+    chosen = pl.concat([chosen, _of_one_use(rings)])
     for rule in (_nearest, _nearest, _between, _nearest, _between):
         left = _without_full(scored.join(chosen, on="flow", how="anti"), chosen, directions)
         sure = pl.concat([frame.select("flow", "comm_id") for frame in (alone, chosen)]).unique()
@@ -128,52 +124,9 @@ def _with_other_end(scored: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _channels(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
-    """flow, comm_id, and whether it is a `channel` of a ring that is whole. Of what is far smaller nothing is said.
-
-    That is when flows between two nodes are as many as their part of all calls makes; else, when those of one size
-    are all together about as large as all calls. Assumes that all rings of a communicator visit nodes in one order, so
-    that each node sends to one other, and gets from one.
-    """
-    where, way = ["node", "comm_id", "direction"], "peer_node"
-    parts = pl.col("called") / pl.col("carried")
-    apart = pl.col("carried") > (1 + ALIKE_CHANNELS) * pl.col("carried").shift().over(*where, way)
-    flows = (
-        scored.filter(pl.col("use") == "collective", pl.col("called") > 0, pl.col("carried") > 0)
-        .unique(["flow", "comm_id"], maintain_order=True)
-        .join(directions, on="flow")
-        .drop_nulls(way)
-        .sort(*where, way, "carried", "flow")
-        .with_columns(
-            part=pl.when((parts / parts.round() - 1).abs() <= ABOUT).then(parts.round()),
-            size=apart.fill_null(False).cum_sum().over(*where, way).cast(F64),
-        )
-    )
-    every, each = pl.len().alias("flows"), pl.col("carried").mean().alias("each")
-    by_part = flows.group_by(*where, way, "part").agg(every, each)
-    by_part = by_part.filter(pl.col("flows") > 1, pl.col("flows") == pl.col("part")).unique(
-        where, keep="none"
-    )
-    whole = pl.col("carried").sum() / pl.col("called").max()
-    by_size = flows.group_by(*where, way, "size").agg(every, each, whole=whole)
-    by_size = by_size.filter(pl.col("flows") > 1, pl.col("whole").is_between(1 / WHOLE, WHOLE))
-    by_size = by_size.unique(where, keep="none").join(by_part, on=where, how="anti")
-    told = [
-        flows.join(rings.select(*where, "each", ring=by, to=way), on=where)
-        .filter(pl.col("carried") >= LEAST_BESIDE * pl.col("each"))
-        .select(
-            "flow",
-            "comm_id",
-            channel=(pl.col(by) == pl.col("ring")).fill_null(False) & (pl.col(way) == pl.col("to")),
-        )
-        for by, rings in (("part", by_part), ("size", by_size))
-    ]
-    return pl.concat(told)
-
-
 def _not_beside_rings(scored: pl.DataFrame, channels: pl.DataFrame) -> pl.DataFrame:
     """`scored` with no `fit` for collectives of flows that may serve something else and are none of their `channels`
-    (_channels): in bins wider than operators some calls make up any burst."""
+    (by_size.channels): in bins wider than operators some calls make up any burst."""
     beside = channels.filter(~pl.col("channel")).select(
         "flow", "comm_id", use=pl.lit("collective"), no_part=True
     )
@@ -207,36 +160,11 @@ def _explained(scored: pl.DataFrame) -> pl.DataFrame:
     return scored.join(found, on=["flow", "comm_id"])
 
 
-def _rings(scored: pl.DataFrame, directions: pl.DataFrame) -> pl.DataFrame:
-    """The rows of collectives for flows that are all channels of a ring on a node: each carries just its part of all
-    calls, and they are as many as that makes, two or more.
-
-    Assumes that all calls use all channels; where not, no flow is as exact. That one flow is by chance is likely where
-    channels are many; that all of them are is not.
-    """
-    where = ["node", "comm_id", "direction", "channels"]
-    exact = (
-        scored.filter(pl.col("use") == "collective", pl.col("apart") <= EXACT, pl.col("called") > 0)
-        .join(directions, on="flow")
-        .unique(["flow", "comm_id"], maintain_order=True)
-        .with_columns(channels=(pl.col("called") / pl.col("carried")).round())
-    )
-    whole = exact.group_by(where).len().filter(pl.col("len") > 1, pl.col("len") == pl.col("channels"))
-    found = exact.join(whole, on=where, how="semi").select(
-        "flow", "comm_id", confidence=pl.lit(0.9), evidence=pl.lit("its part of all calls")
-    )
-    # What is two rings' channel is neither's for certain.
-    return scored.filter(pl.col("use") == "collective").join(
-        found.filter(pl.len().over("flow") == 1), on=["flow", "comm_id"]
-    )
-
-
-def _likely(scored: pl.DataFrame, channels: pl.DataFrame) -> pl.DataFrame:
-    """The rows of collectives for flows that are `channels` of one of them alone (_channels) and fit nothing better."""
-    said = {"confidence": pl.lit(0.7), "evidence": pl.lit("as large as all channels of a ring")}
-    of_one = channels.filter("channel", pl.len().over("flow") == 1).select("flow", "comm_id", **said)
+def _ring(scored: pl.DataFrame, channels: pl.DataFrame) -> pl.DataFrame:
+    """The rows of collectives for flows that are `channels` (by_size) of one of them alone and fit nothing better."""
+    of_one = channels.filter("channel").filter(pl.len().over("flow") == 1)
     best = (pl.col("use") == "collective") & (pl.col("fit") == pl.col("fit").max().over("flow"))
-    return scored.filter(best).join(of_one, on=["flow", "comm_id"])
+    return scored.filter(best).join(of_one.drop("channel"), on=["flow", "comm_id"])
 
 
 def _nearest(scored: pl.DataFrame, _sure: pl.DataFrame, _lives: pl.DataFrame) -> pl.DataFrame:
