@@ -30,6 +30,8 @@ TINY = 1e-4
 # How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
 # end.
 MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
+# By another protocol of one kind, so many more operators of all end in silences exactly, as a share of these.
+MORE_EXACT = 0.05
 # Silences of so many bins are no part of an operator of a few bytes, and of operators of one size, so many lie between
 # such silences alone, each with no other call before its end.
 APART_BINS, MOSTLY_ALONE = 8, 0.5
@@ -263,7 +265,11 @@ def _alone(
 def _by_kind(
     curve: Curve, kind: NDArray[Any], expected: Floats, best: tuple[float, Track], simple: Flags
 ) -> tuple[tuple[float, Track], Floats]:
-    """Tries another protocol for each kind of which little ends in silences, but for what is `simple` for certain."""
+    """Tries another protocol for each kind of which little ends in silences, but for what is `simple` for certain.
+
+    It is believed where that kind ends in silences then; or where more operators than by chance, of whatever kind, end
+    in them exactly: those that share a bin with what follows show by where the others end.
+    """
     numbers = np.unique(kind)
     order = np.argsort([-expected[kind == number].sum() for number in numbers])
     for number in numbers[order][:MAX_KINDS]:
@@ -274,7 +280,10 @@ def _by_kind(
             changed = np.where(here, expected * factor, expected)
             again = best_track(curve, changed, np.ones(1), float(best[1].starts[0]))
             enough = again[1].snapped[here].sum() >= max(2, 0.5 * here.sum())
-            if enough and again[1].score > best[1].score + 0.01:
+            more = exact_hits(again[1], changed) - exact_hits(best[1], expected)
+            if (enough and again[1].score > best[1].score + 0.01) or (
+                more >= max(2, MORE_EXACT * len(curve.silences)) and again[1].score >= best[1].score
+            ):
                 best, expected = again, changed
     return best, expected
 

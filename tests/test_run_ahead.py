@@ -143,3 +143,31 @@ def test_a_silence_inside_an_operator_is_not_learned_as_its_end() -> None:
     volume = np.tile(sizes, 2) * 409600.0
     learned, _ = cut(t_ns, np.full(len(t_ns), 409600), BIN_NS, call_ns, volume, np.tile([0] * 13 + [1], 2))
     assert learned.expected.tolist() == volume.tolist()
+
+
+def test_another_protocol_of_small_operators_shows_by_where_the_large_ones_end() -> None:
+    """Small operators, first and last of each step and never alone in a bin, carry 128 bytes for 120 of data.
+
+    Together they are just too many bytes for a silence to be taken for the end of a large operator after them.
+    """
+    large, small, bin_bytes, steps = 34_751_808, 1_064_700, 17_000_000, 12
+    step = [small, large, large, 0, large, 0, large, large, 0, large, small]
+    called = [size for size in step if size]
+    t_ns, net, call_ns, at, left = list[int](), list[int](), list[int](), 0, 0
+    for _ in range(steps):
+        call_ns += [at * BIN_NS + 1000 * number for number in range(len(called))]
+        for size in step:
+            left += size * 16 // 15 if size == small else size
+            while left > (bin_bytes if size else 0):
+                t_ns.append(at * BIN_NS)
+                net.append(min(left, bin_bytes))
+                left, at = left - net[-1], at + 1
+            at += 0 if size else 3
+    t_ns.append(at * BIN_NS)
+    net.append(left)
+    kind = np.tile([size == small for size in called], steps).astype(np.int64)
+    volume = np.tile(called, steps).astype(float)
+    learned, found = cut(np.array(t_ns), np.array(net), BIN_NS, np.array(call_ns), volume, kind)
+    carried = np.where(kind == 1, small * 16 // 15, large)
+    assert np.abs(learned.expected - carried).max() < 2
+    assert np.abs(found - carried).max() < 2
