@@ -30,6 +30,8 @@ TINY = 1e-4
 # How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
 # end.
 MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
+# Of so many sizes operators up to one are tried by another protocol than those beyond, which must fit so much better.
+MAX_CUTS, MIXED_MARGIN = 3, 0.05
 # By another protocol of one kind, so many more operators of all end in silences exactly, as a share of these.
 MORE_EXACT = 0.05
 # Silences of so many bins are no part of an operator of a few bytes, and of operators of one size, so many lie between
@@ -180,6 +182,12 @@ def _fit(
         factors = factors[(factors >= least) & (factors <= most)]
     best = best_track(curve, volume, factors)
     expected = volume * best[0]
+    for most in np.unique(volume[(volume > LINES) & ~certain])[:-1][:MAX_CUTS]:
+        # What is small is sent by LL128, most often, and what is large by Simple (src/graph/tuning.cc).
+        mixed = np.where((volume <= most) & ~certain, volume * PROTOCOLS[1], volume)
+        again = best_track(curve, mixed, factors)
+        if again[1].score > best[1].score + MIXED_MARGIN:
+            best, expected = again, mixed * again[0]
     best, expected = _by_kind(curve, kind, expected, best, certain & (volume > SIMPLE_BYTES))
     expected, seen = _alone(curve, best[1], kind, expected, apart)
     if seen.any():

@@ -171,3 +171,22 @@ def test_another_protocol_of_small_operators_shows_by_where_the_large_ones_end()
     carried = np.where(kind == 1, small * 16 // 15, large)
     assert np.abs(learned.expected - carried).max() < 2
     assert np.abs(found - carried).max() < 2
+
+
+def test_small_operators_of_another_protocol_do_not_shift_the_large_ones() -> None:
+    """Seven large operators and a small one follow each other without a gap, and only the last ends in a silence: by
+    volumes alone eight operators of an eighth less would end there too, one of each step in that of the next.
+
+    Of the step before the first call only the bytes were seen, and of the last step only the calls.
+    """
+    large, small, bin_bytes, steps = 160_000_000, 1_625_600, 8_000_000, 8
+    sizes = [large] * 7 + [small]
+    carried = np.array([large] * 7 + [small * 16 // 15])
+    bins = -(-carried.sum() // bin_bytes)
+    net = np.tile(np.r_[np.full(bins - 1, bin_bytes), carried.sum() - (bins - 1) * bin_bytes], steps)
+    t_ns = (np.arange(steps)[:, None] * 700 + np.arange(bins)).ravel() * BIN_NS
+    call_ns = (np.arange(steps)[:, None] * 700 + 300) * BIN_NS + np.arange(len(sizes)) * 1000
+    kind, volume = np.tile([0] * 7 + [1], steps), np.tile(sizes, steps).astype(float)
+    learned, found = cut(t_ns, net, BIN_NS, call_ns.ravel(), volume, kind)
+    assert np.abs(learned.expected - np.tile(carried, steps)).max() < 2
+    assert np.abs(found - np.r_[np.tile(carried, steps - 1), np.zeros(len(sizes))]).max() < 2
