@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from pulse_bpf.analysis.compiled import compiled
 from pulse_bpf.analysis.curves import Flags, Floats, Longs
 from pulse_bpf.analysis.ends import LINES, ROUNDED, VOLUME_TOLERANCE, quiet_at
+from pulse_bpf.analysis.refine import LEAST_FACTOR, MOST_FACTOR, refined
 from pulse_bpf.analysis.rough import EXACT, LINE_BYTES, exact_hits, rough
 from pulse_bpf.analysis.tracks import PROTOCOLS, Curve, Track, astray, best_track
 from pulse_bpf.analysis.walk import PACED_TOLERANCE
@@ -19,17 +20,14 @@ from pulse_bpf.analysis.walk_state import NEVER
 # silences, and of those that do so nearly this share, at least; or when what is called between two waits of the host is
 # exactly what is carried.
 EXACT_SHARE = 0.25
-# Multiples of the expected volume that algorithms, protocols, headers and shares of channels can make.
-LEAST_FACTOR, MOST_FACTOR = 0.02, 20.0
 # A direct transfer of which the volume is certain moves up to so many times that. NCCL sends only what is small by
 # another protocol than Simple (addP2pToPlan in src/enqueue.cc: up to NCCL_P2P_LL_THRESHOLD, 16 KiB, for each of 64
 # channels at most). Assumes that nobody raised that: what LL doubles beyond it would be cut wrongly.
 LEAST_CERTAIN, MOST_CERTAIN, MOST_SIMPLE, SIMPLE_BYTES = 0.9, 2.2, 1.5, 1 << 20
 # Operators of less than this share of another kind's bytes are seen only where silences tell them apart.
 TINY = 1e-4
-# How many multiples are tried, and of how many kinds other ones; and rounds of learning volumes from where operators
-# end.
-MAX_FACTORS, MAX_KINDS, ROUNDS = 12, 6, 3
+# How many multiples are tried, and of how many kinds other ones.
+MAX_FACTORS, MAX_KINDS = 12, 6
 # Of so many sizes operators up to one are tried by another protocol than those beyond, which must fit so much better.
 MAX_CUTS, MIXED_MARGIN = 3, 0.05
 # By another protocol of one kind, so many more operators of all end in silences exactly, as a share of these.
@@ -37,8 +35,6 @@ MORE_EXACT = 0.05
 # Silences of so many bins are no part of an operator of a few bytes, and of operators of one size, so many lie between
 # such silences alone, each with no other call before its end.
 APART_BINS, MOSTLY_ALONE = 8, 0.5
-# What operators of a few bytes move is believed beyond so many standard errors.
-SURE_ERRORS = 3.0
 # Bins that what is carried between two calls fills at least where it is compared with their volumes.
 LEAST_BINS = 8
 # Of the calls after a pause, so many tell of a host that waited.
@@ -193,14 +189,14 @@ def _fit(
     if seen.any():
         best = best_track(curve, expected, np.ones(1))
     first, guessed = best, expected
-    best, expected = _refined(curve, best, volume, kind, expected, seen)
+    best, expected = refined(curve, best, volume, kind, expected, seen)
     moved = _by_protocol(guessed / volume, 1e-9) & (np.abs(expected - guessed) > LINES)
     # What is learned to be another protocol's is no chance.
     moved &= ~_by_protocol(expected / volume, 0.1 * VOLUME_TOLERANCE)
     if moved.any():
         # More than rounding: silences inside of operators, whose number exceeds that of what was learned only where
         # it is true.
-        again, kept = _refined(curve, first, volume, kind, guessed, moved)
+        again, kept = refined(curve, first, volume, kind, guessed, moved)
         if best[1].snapped.sum() <= again[1].snapped.sum() + len(np.unique(kind[moved])):
             best, expected = again, kept
     learned = np.abs(expected - guessed) > 1e-3 * guessed
@@ -213,27 +209,6 @@ def _fit(
 
 def _by_protocol(factor: Floats, tolerance: float) -> Flags:
     return np.asarray(np.isclose(factor[:, None], PROTOCOLS, rtol=tolerance).any(1))
-
-
-def _refined(
-    curve: Curve,
-    best: tuple[float, Track],
-    volume: Floats,
-    kind: NDArray[Any],
-    expected: Floats,
-    exact: Flags,
-) -> tuple[tuple[float, Track], Floats]:
-    """The track, and the bytes of each operator, learned from where operators end; those that are `exact` stay."""
-    for _ in range(ROUNDS):
-        refined = _refine(curve, best[1], volume, kind, expected, exact)
-        again = best_track(curve, refined, np.ones(1), float(best[1].starts[0]))
-        if again[1].score < best[1].score:
-            break
-        settled = np.allclose(refined, expected, rtol=1e-9)
-        expected, best = refined, again
-        if settled:
-            break
-    return best, expected
 
 
 def _alone(
@@ -336,104 +311,3 @@ def _hull(low: Floats, position: Floats) -> Longs:
         hull[count] = index
         count += 1
     return hull[:count]
-
-
-@compiled
-def _refine(
-    curve: Curve, track: Track, volume: Floats, kind: Longs, expected: Floats, exact: Flags
-) -> Floats:
-    """The bytes of each operator such that silences lie where operators end: least squares over the kinds.
-
-    Those that are `exact` stay, and kinds that nothing is learned of. Intervals that fit badly, which hold lost bytes,
-    are left out of a second pass.
-    """
-    count = len(volume)
-    numbers = np.unique(kind)
-    which = np.searchsorted(numbers, kind)
-    rows, sizes = np.zeros((len(numbers), count)), np.empty(count)
-    number, marks, mark, broken = 0, 0, 0.0, True
-    for index in range(count):
-        if track.jumped[index] > 0 and not curve.waited[index]:
-            broken = True
-        rows[which[index], number] += expected[index]
-        end, ended = track.ends[index], track.snapped[index]
-        if index + 1 < count and curve.waited[index + 1]:
-            # A host that waited made its call when all before it had ended.
-            end, ended = curve.low[index + 1], True
-        if not ended:
-            continue
-        whole = rows[:, number].sum()
-        sizes[number] = end - mark
-        if not broken and abs(sizes[number] - whole) <= max(0.1 * whole, ROUNDED):
-            number += 1
-        if number < count:
-            rows[:, number] = 0.0
-        mark, marks, broken = end, marks + 1, False
-    if number == 0 or marks < 3:
-        return expected
-    free = np.ones(len(numbers), np.bool_)
-    free[which[exact]] = False
-    sizes = sizes[:number] - rows[~free, :number].sum(0)
-    rows = rows[free, :number]
-    if rows.size == 0 or rows.max() == 0:
-        return expected
-    scale, error = np.ones(len(numbers)), np.zeros(len(numbers))
-    kept = np.ones(number, np.bool_)
-    for _ in range(2):
-        scale[free] = _least_squares(rows[:, kept], sizes[kept], 1e-9 * rows.max())
-        off = _misfit(rows, sizes, scale[free])
-        kept = off <= max(np.median(off) * 4, 1.0)
-    error[free] = np.sqrt((off[kept] ** 2).mean() / np.maximum((rows[:, kept] ** 2).sum(1), 1e-9))
-    refined = np.empty(count)
-    for index in range(count):
-        factor = scale[which[index]]
-        if exact[index]:
-            refined[index] = expected[index]
-            continue
-        size = expected[index] * factor
-        # A few bytes may be many times what is called; too few are lost in the others' rounding.
-        known = factor >= LEAST_FACTOR and (factor <= MOST_FACTOR or size <= ROUNDED)
-        sure = SURE_ERRORS * error[which[index]]
-        known &= size > LINES or factor > sure
-        if known and abs(factor - 1.0) <= sure:
-            size = expected[index]
-        refined[index] = round(size, 3) if known else 0.0
-    return refined
-
-
-@compiled
-def _misfit(rows: Floats, sizes: Floats, scale: Floats) -> Floats:
-    """How far each size is from the sum of its rows (one per unknown), times `scale`."""
-    off = -sizes
-    for kind in range(len(scale)):
-        off += rows[kind] * scale[kind]
-    return np.abs(off)
-
-
-@compiled
-def _least_squares(rows: Floats, sizes: Floats, weight: float) -> Floats:
-    """The scale of each kind, near 1 by a little `weight`, by which the `rows` [kind, interval] come next to `sizes`.
-
-    Modified Gram-Schmidt, as the compiler has no solver of its own.
-    """
-    kinds, count = rows.shape
-    left = np.zeros((kinds, count + kinds))
-    right = np.full(count + kinds, weight)
-    left[:, :count], right[:count] = rows, sizes
-    upper, scale = np.zeros((kinds, kinds)), np.zeros(kinds)
-    for kind in range(kinds):
-        left[kind, count + kind] = weight
-    for kind in range(kinds):
-        norm = np.sqrt((left[kind] * left[kind]).sum())
-        upper[kind, kind] = norm
-        left[kind] /= norm
-        for other in range(kind + 1, kinds):
-            upper[kind, other] = (left[kind] * left[other]).sum()
-            left[other] -= upper[kind, other] * left[kind]
-        scale[kind] = (left[kind] * right).sum()
-        right -= scale[kind] * left[kind]
-    for kind in range(kinds - 1, -1, -1):
-        for other in range(kind + 1, kinds):
-            scale[kind] -= upper[kind, other] * scale[other]
-        scale[kind] /= upper[kind, kind]
-    return scale
