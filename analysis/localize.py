@@ -105,7 +105,7 @@ def localize(
     missing = [*([] if port else stops.doubts), *unexplained, *missing_in(aligned, tables["nics"], coverage)]
     missing += [f"{node} was not recorded: {why}" for node, why in sorted(absent.items())]
     missing += [
-        f"{finding.kind} at {finding.node} is likely but not certain"
+        f"{finding.kind} at {finding.node or 'a queue between switches'} is likely but not certain"
         for finding in found
         if finding not in sure
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 
@@ -25,6 +27,8 @@ MIN_TWINS = 3
 # From so many on, congestion notifications to one of few ports are those of a queue that stays, where others have at
 # most this share of them.
 MANY_MARKS, OTHERS_MARKS = 100, 0.2
+# Where the port of a machine that was not recorded may be full instead.
+MAYBE = 0.4
 EDGE = ["node", "nic", "peer_node", "peer_nic"]
 ALIKE = ["kind", "nranks", "size"]
 
@@ -38,9 +42,9 @@ def find_marked(
     (signals.intervals), which all sources of traffic have. No other port may be asked as often, and no port of
     a machine may be full: then the queue is between switches. An operator is compared with those of the same flow
     in which it was not asked, or, where it always is, with other flows of ports that never are, or with those of other
-    communicators. Assumes that
-    a job does its work alike in all intervals: where it moves the same operators more slowly in some for another
-    reason, and is asked by chance, that counts as the network's.
+    communicators. Assumes that a job does its work alike in all intervals: where it moves the same operators more
+    slowly in some for another reason, and is asked by chance, that counts as the network's. Where all that is slowed
+    down goes to one machine that was not recorded, its own port may be full as well, and the finding is no claim.
     """
     if marks is None:
         return []
@@ -96,7 +100,10 @@ def find_marked(
     cost_ns = int(costs["cost_ns"].max() or 0)  # type: ignore[arg-type]
     if cost_ns < LEAST_OF_TIME * seen_ns:
         return []
-    return [_finding(slow, cost_ns, flows.join(slow.select(EDGE).unique(), on=EDGE, how="semi"))]
+    found = _finding(slow, cost_ns, flows.join(slow.select(EDGE).unique(), on=EDGE, how="semi"))
+    to = slow["peer_node"].unique()
+    own_port = len(to) == 1 and not to.is_in(aligned["node"].unique().implode()).all()
+    return [replace(found, confidence=MAYBE) if own_port else found]
 
 
 def _mean(name: str, values: pl.Expr) -> list[pl.Expr]:

@@ -80,6 +80,21 @@ def test_operators_that_last_longer_while_a_sender_is_marked_name_the_network() 
     assert find_marked(slightly.filter(pl.col("step") < OPERATORS // 2), flows, marks, since) == []
 
 
+def test_where_the_receiver_was_not_recorded_its_own_port_may_be_the_queue() -> None:
+    flows = pl.DataFrame(schema=FLOWS)
+    marks, since = asked(range(0, OPERATORS, 3), "b")
+    longer = pl.when((pl.col("step") % 3 == 0) & (pl.col("node") == "b")).then(4 * MS).otherwise(0)
+    stretched = ring(active_ns=pl.col("active_ns") + longer)
+    (sure,) = find_marked(stretched, flows, marks, since)
+    (unsure,) = find_marked(stretched.filter(pl.col("node") != "c"), flows, marks, since)
+    assert sure.confidence > 0.5 > unsure.confidence
+    # Two receivers share no port.
+    other = ring(peer_node=pl.when(pl.col("step") % 2 == 0).then(pl.lit("d")).otherwise("peer_node"))
+    both = other.with_columns(active_ns=stretched["active_ns"]).filter(pl.col("node") != "c")
+    (again,) = find_marked(both, flows, marks, since)
+    assert again.confidence == sure.confidence
+
+
 def test_a_sender_that_is_always_marked_is_compared_with_those_that_never_are() -> None:
     flows = pl.DataFrame(
         {"node": ["b"], "nic": "mlx5_0", "qpn": [7], "peer_node": ["c"], "peer_nic": "mlx5_0"},
